@@ -1,0 +1,105 @@
+"""The files of a checkpoint directory: JSON, and tensors read lazily one by one. The only importer of safetensors.
+
+A checkpoint is untrusted: whatever is wrong with a file ends in a ValueError that names the file.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: need a JSON file, found {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: need a JSON object, found {type(value).__name__}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What the header of a file says about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it: BF16, F16, F32, I32, ...
+    path: pathlib.Path
+    file: Any = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The tensors of a checkpoint by name. Files are memory-mapped: nothing but headers is read before `read`."""
+
+    entries: Mapping[str, Entry]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, name: str, index: tuple[slice | int, ...] = ()) -> np.ndarray:
+        """One tensor (bfloat16 as ml_dtypes has it), or the part of it that `index` picks."""
+        entry = self.entries[name]
+        try:
+            return entry.file.get_slice(name)[index] if index else entry.file.get_tensor(name)
+        except Exception as error:  # the library raises its own class, and plain Exceptions
+            raise ValueError(f"{entry.path}: cannot read {name}: {_reason(error)}") from None
+
+
+def open_tensors(directory: str | os.PathLike) -> Tensors:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
+    directory = pathlib.Path(directory)
+    if (directory / SINGLE).is_file():
+        return Tensors(_open_file(directory / SINGLE))
+    if not (directory / INDEX).is_file():
+        raise ValueError(f"{directory}: need {SINGLE} or {INDEX}, found neither")
+    where = _weight_map(directory / INDEX)
+    shards = {shard: _open_file(directory / shard) for shard in sorted(set(where.values()))}
+    problems = [f"{n}: not in {shard}, where the index places it" for n, shard in where.items() if n not in shards[shard]]
+    strays = [(n, shard) for shard in shards for n in shards[shard] if where.get(n) != shard]
+    problems += [f"{n}: in {shard}, but the index does not place it there" for n, shard in strays]
+    if problems:
+        raise ValueError(f"{directory / INDEX}: disagrees with its shards:\n  " + "\n  ".join(problems))
+    return Tensors({name: shards[shard][name] for name, shard in where.items()})
+
+
+def write_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes host arrays as one safetensors file."""
+    # The metadata is what transformers asks for. The library writes memory as it lies, so a transposed view must be copied.
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _weight_map(path: pathlib.Path) -> dict[str, str]:
+    where = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f"{path}: weight_map: need an object of tensor name to file name, found {where!r}")
+    for name, shard in where.items():
+        # A plain name only: an index must not reach outside its directory.
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or "/" in shard or "\\" in shard or "\0" in shard:
+            raise ValueError(f"{path}: weight_map: need names of .safetensors files in the same directory, found {shard!r} for {name!r}")
+    return where
+
+
+def _open_file(path: pathlib.Path) -> dict[str, Entry]:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, need the shard that the index names")
+    try:
+        file = safetensors.safe_open(path, "numpy")
+        headers = {name: file.get_slice(name) for name in file.keys()}
+        return {name: Entry(tuple(h.get_shape()), h.get_dtype(), path, file) for name, h in headers.items()}
+    except Exception as error:  # the library raises its own class, and plain Exceptions
+        raise ValueError(f"{path}: need a whole safetensors file, found {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

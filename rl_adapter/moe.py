@@ -1,0 +1,242 @@
+"""Routed experts without dropping and without density: token-expert pairs are sorted by expert and visited tile by tile.
+
+A tile is up to `TILE` pairs of one expert; a visit unpacks that one expert's weights, so cost grows with pairs (tokens x k), no
+array the size of a layer's dequantized experts exists, and no pair is ever cut by a capacity.
+
+Over a mesh each device visits the pairs of its own experts. Their weighted outputs are summed as integers, so the sum does not
+depend on which device computed what.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rl_adapter import lora, mesh as meshes, numerics, quant
+from rl_adapter.types import Array, Numerics, PyTree, Spec
+
+f32 = jnp.float32
+
+
+@struct.dataclass
+class Experts:
+    """Weights and adapters [E, ...] of one layer's experts, and their static LoRA scales."""
+
+    gate: PyTree
+    up: PyTree
+    down: PyTree
+    adapter: dict  # name -> Lora; may be empty
+    scales: tuple = struct.field(pytree_node=False, default=())  # ((name, scale), ...)
+
+
+def route(x: Array, router: PyTree, adapter: PyTree, scale: float, spec: Spec, numeric: Numerics) -> tuple[Array, Array, Array]:
+    """Softmax router: x [N, D] -> weights [N, k] f32, experts [N, k] int32 (ties go to the lower expert), probabilities [N, E]."""
+    p = numerics.softmax(lora.linear(x, router, adapter, scale, numeric), numeric.exact)
+    weights, choice = jax.lax.top_k(p, spec.experts_per_token)
+    if spec.norm_topk_prob:
+        total = numerics.exact_sum(weights) if numeric.exact else jnp.sum(weights, -1, keepdims=True)
+        weights = weights / total
+    return weights, choice, p
+
+
+def _feed_forward(x: Array, e: Experts, numeric: Numerics) -> Array:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202) of one expert: [t, D] -> [t, D]."""
+    scales = dict(e.scales)
+    linear = lambda x, name: lora.linear(x, getattr(e, name), e.adapter.get(name), scales.get(name, 1.0), numeric)
+    gate, up = linear(x, "gate"), linear(x, "up")
+    silu = gate * numerics.sigmoid(gate) if numeric.exact else jax.nn.silu(gate)
+    return linear(silu * up, "down")
+
+
+@struct.dataclass
+class _Visits:
+    """Pairs in tile order. A slot is a row of a tile; slots past an expert's last pair point at no token."""
+
+    slot: Array  # [N * k] slot of each pair; one past the end for a pair that is not visited
+    token: Array  # [slots] token of each slot; N where empty
+    expert: Array  # [tiles]
+    tiles: Array  # [] how many tiles hold pairs
+    size: int = struct.field(pytree_node=False)  # slots of a tile
+
+
+def _visits(choice: Array, wanted: Array, experts: int, tile: int) -> _Visits:
+    """choice [N, k] in 0 .. experts - 1 where wanted [N, k]; every wanted pair gets a slot."""
+    n, k = choice.shape
+    pairs = n * k
+    most = pairs // tile + min(experts, pairs)
+    e = jnp.where(wanted, choice, experts).reshape(-1)
+    order = jnp.argsort(e, stable=True)
+    e_sorted = e[order]
+    start = jnp.searchsorted(e_sorted, jnp.arange(experts + 1))
+    last = jnp.cumsum(-(-(start[1:] - start[:-1]) // tile))  # [E] tiles up to and with this expert
+    first = jnp.concatenate([jnp.zeros(1, last.dtype), last])
+    slot_sorted = jnp.where(e_sorted < experts, first[e_sorted] * tile + jnp.arange(pairs) - start[e_sorted], most * tile)
+    slot = jnp.zeros(pairs, jnp.int32).at[order].set(slot_sorted.astype(jnp.int32))
+    token = jnp.full(most * tile, n, jnp.int32).at[slot].set(jnp.arange(pairs, dtype=jnp.int32) // k, mode="drop")
+    expert = jnp.searchsorted(last, jnp.arange(most), side="right").astype(jnp.int32)
+    return _Visits(slot, token, jnp.minimum(expert, experts - 1), last[-1], tile)
+
+
+def _pick(experts: Experts, e: Array) -> Experts:
+    """One expert's weights; an A shared by all experts stays as it is."""
+    take = functools.partial(jax.tree.map, lambda w: jax.lax.dynamic_index_in_dim(w, e, 0, keepdims=False))
+    adapter = {name: lora.Lora(l.a if _is_shared(l) else take(l.a), take(l.b)) for name, l in experts.adapter.items()}
+    return experts.replace(gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter)
+
+
+def _is_shared(l: lora.Lora) -> bool:
+    return l.a.master.ndim < l.b.master.ndim
+
+
+def _append(x: Array, rows: int = 1) -> Array:
+    return jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)])
+
+
+def _run(x: Array, choice: Array, wanted: Array, experts: Experts, n_experts: int, numeric: Numerics) -> Array:
+    """Expert outputs of every wanted pair, [N, k, D]; zero for the others."""
+    tile = tile_size(choice.size, n_experts)
+    v = _visits(choice, wanted, n_experts, tile)
+    x = _append(x)
+
+    def visit(i, out):
+        rows = x[jax.lax.dynamic_slice_in_dim(v.token, i * tile, tile)]
+        y = _feed_forward(rows, _pick(experts, v.expert[i]), numeric)
+        return jax.lax.dynamic_update_slice_in_dim(out, y, i * tile, 0)
+
+    out = jax.lax.fori_loop(0, v.tiles, visit, jnp.zeros((v.token.size + 1, x.shape[1]), f32))
+    return out[v.slot].reshape(*choice.shape, -1)
+
+
+def tile_size(pairs: int, experts: int) -> int:
+    """Pairs of a visit: near the mean load, so that most experts take one visit. Cannot be seen in the bits."""
+    return int(min(128, max(8, 2 ** math.ceil(math.log2(max(1, pairs / experts))))))
+
+
+def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics) -> Array:
+    """Sum over k of weights [N, k] * y [N, k, D], over the mesh axes too: [N, D]."""
+    z = weights[..., None] * y
+    if not numeric.exact:
+        total = jnp.sum(z, 1)
+        return jax.lax.psum(total, axes) if axes else total
+    largest = jnp.max(jnp.abs(z), (1, 2))[:, None]
+    if axes:
+        largest = jax.lax.pmax(largest, axes)
+    s = numerics.power_of_two_above(largest) * 2.0 ** (math.ceil(math.log2(max(2, y.shape[1]))) - 30)
+    total = jnp.sum(jnp.round(z * numerics.reciprocal_of_power(s)[..., None]).astype(jnp.int32), 1)
+    if axes:
+        total = jax.lax.psum(total, axes)
+    return total.astype(f32) * s
+
+
+def _backward_run(x: Array, weights: Array, choice: Array, wanted: Array, experts: Experts, n_experts: int, dy: Array):
+    """Gradients of sum_k weights * y by the float twin: to x [N, D], weights [N, k] and the list of trained leaves of `experts`."""
+    tile = tile_size(choice.size, n_experts)
+    v = _visits(choice, wanted, n_experts, tile)
+    x, dy = _append(x), _append(dy)
+    slot_weight = jnp.zeros(v.token.size, f32).at[v.slot].set(weights.reshape(-1), mode="drop")
+
+    def visit(i, carry):
+        dx, dots, grads = carry
+        tokens, w = (jax.lax.dynamic_slice_in_dim(t, i * tile, tile) for t in (v.token, slot_weight))
+        e = v.expert[i]
+        trained, rebuild = quant.split(_pick(experts, e))
+        y, vjp = jax.vjp(lambda rows, t: _feed_forward(rows, rebuild(t), Numerics("float")), x[tokens], trained)
+        d = dy[tokens]
+        d_rows, d_trained = vjp(d * w[:, None])
+        dots = jax.lax.dynamic_update_slice_in_dim(dots, jnp.sum(d * y, -1), i * tile, 0)
+        grads = [g + d if g.ndim == d.ndim else g.at[e].add(d) for g, d in zip(grads, d_trained)]
+        return dx.at[tokens].add(d_rows), dots, grads
+
+    start = jnp.zeros_like(x), jnp.zeros(v.token.size + 1, f32), [jnp.zeros_like(t) for t in quant.split(experts)[0]]
+    dx, dots, grads = jax.lax.fori_loop(0, v.tiles, visit, start)
+    return dx[:-1], dots[v.slot].reshape(choice.shape), grads
+
+
+def _local_pairs(choice: Array, valid: Array, n_experts: int) -> tuple[Array, Array, int]:
+    """Inside shard_map: choices renumbered to this device's experts, which of them it holds, and how many experts it holds."""
+    ways = jax.lax.axis_size("expert") * jax.lax.axis_size("model")
+    mine = n_experts // ways
+    choice = choice - mine * (jax.lax.axis_index("expert") * jax.lax.axis_size("model") + jax.lax.axis_index("model"))
+    return choice, valid[:, None] & (choice >= 0) & (choice < mine), mine
+
+
+def _gather(*arrays: Array) -> list[Array]:
+    return [jax.lax.all_gather(a, "expert", tiled=True) for a in arrays]
+
+
+def _my_rows(x: Array) -> Array:
+    """Of rows gathered over `expert`, those of this device."""
+    n = x.shape[0] // jax.lax.axis_size("expert")
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("expert") * n, n)
+
+
+def _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh):
+    if mesh is None or mesh.size == 1:
+        y = _run(x, choice, jnp.broadcast_to(valid[:, None], choice.shape), experts, n_experts, numeric)
+        return _combine(y, weights, (), numeric)
+
+    def body(x, weights, choice, valid, experts):
+        x, weights, choice, valid = _gather(x, weights, choice, valid)
+        choice, wanted, mine = _local_pairs(choice, valid, n_experts)
+        return _my_rows(_combine(_run(x, choice, wanted, experts, mine, numeric), weights, meshes.EXPERTS, numeric))
+
+    rows = P(meshes.ROWS)
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(rows, rows, rows, rows, _specs(experts)), out_specs=rows, check_vma=False
+    )(x, weights, choice, valid, experts)
+
+
+def _specs(experts: Experts) -> Experts:
+    split, whole = P(meshes.EXPERTS), P()
+    adapter = {
+        n: lora.Lora(jax.tree.map(lambda _: whole if _is_shared(l) else split, l.a), jax.tree.map(lambda _: split, l.b))
+        for n, l in experts.adapter.items()
+    }
+    rest = experts.replace(adapter={})
+    return jax.tree.map(lambda _: split, rest).replace(adapter=adapter)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def routed(
+    x: Array, weights: Array, choice: Array, valid: Array, experts: Experts, n_experts: int, numeric: Numerics, mesh: Mesh | None
+) -> Array:
+    """sum over k of weights * expert(x): [N, D]. Rows that are not valid [N] are not computed, and are zero.
+
+    The residual is the input and the packed experts; the backward pass visits the same tiles with the float twin.
+    """
+    return _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh)
+
+
+def _routed_forward(x, weights, choice, valid, experts, n_experts, numeric, mesh):
+    return _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh), (x, weights, choice, valid, experts)
+
+
+def _routed_backward(n_experts, numeric, mesh, residual, dy):
+    x, weights, choice, valid, experts = residual
+    if mesh is None or mesh.size == 1:
+        wanted = jnp.broadcast_to(valid[:, None], choice.shape)
+        dx, dw, grads = _backward_run(x, weights, choice, wanted, experts, n_experts, dy)
+        return dx, dw, None, None, quant.cotangent(experts, grads)
+
+    def body(x, weights, choice, valid, dy, experts):
+        x, weights, choice, valid, dy = _gather(x, weights, choice, valid, dy)
+        choice, wanted, mine = _local_pairs(choice, valid, n_experts)
+        dx, dw, grads = _backward_run(x, weights, choice, wanted, experts, mine, dy)
+        dx, dw = (_my_rows(jax.lax.psum(g, meshes.EXPERTS)) for g in (dx, dw))
+        shared = [g.ndim < 3 for g in grads]
+        grads = [jax.lax.psum(g, ("data", *meshes.EXPERTS) if whole else "data") for g, whole in zip(grads, shared)]
+        return dx, dw, grads
+
+    rows = P(meshes.ROWS)
+    grad_specs = [P() if t.ndim < 3 else P(meshes.EXPERTS) for t in quant.split(experts)[0]]
+    dx, dw, grads = jax.shard_map(
+        body, mesh=mesh, in_specs=(rows,) * 5 + (_specs(experts),), out_specs=(rows, rows, grad_specs), check_vma=False
+    )(x, weights, choice, valid, dy, experts)
+    return dx, dw, None, None, quant.cotangent(experts, grads)
+
+
+routed.defvjp(_routed_forward, _routed_backward)

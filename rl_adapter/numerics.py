@@ -1,0 +1,255 @@
+"""Exact arithmetic: every reduction of the forward pass runs over integers, so no result depends on shape or placement.
+
+Integer sums are associative. A row of activations becomes fixed point, `x ~ q * s` with integer `q` (8 or 16 bits) and a
+power-of-two scale `s`; contractions and sums run over integers; scaling by a power of two is exact. What is left are single
+elementwise IEEE operations, which give the same bits in every fusion, batch, padding and mesh, provided that
+
+  * no multiplication is contracted with a following addition into an FMA in one fusion and not in another: `fence`;
+  * no transcendental is left to a vector library whose scalar remainder loop rounds differently: `exp` and `log` below are
+    polynomials built of single operations;
+  * no scale comes from `log2` or `ceil`, but from the exponent bits.
+
+How an integer contraction is carried out (int8 dots into int32, or float32 dots of small integers, which are exact below
+2^24) is the backend's choice and cannot be seen in the bits.
+
+The backward pass is float and straight-through: the derivative of each exact operation is that of its float twin.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from rl_adapter.types import Array
+
+f32, i32 = jnp.float32, jnp.int32
+GROUPED = (((2,), (1,)), ((1,), (0,)))  # [M, G, k] x [G, k, N] -> [G, M, N]
+LIMIT = {8: 127, 16: 127 * 256 + 127}  # largest |q|: 16 bits are two int8 slices, q = 256 * high + low
+
+
+@jax.custom_jvp
+def fence(y: Array) -> Array:
+    """Clear y's last mantissa bit (an error under 2^-23), so that a product cannot become part of an FMA.
+
+    One integer instruction that no compiler pass may remove; `optimization_barrier` is dropped before fusion.
+    """
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(y, i32) & -2, f32)
+
+
+@fence.defjvp
+def _(primals, tangents):
+    return fence(*primals), tangents[0]
+
+
+def power_of_two_above(m: Array) -> Array:
+    """The smallest power of two strictly above m >= 0, from the exponent bits; NaN where m is not finite."""
+    exponent = jax.lax.bitcast_convert_type(jnp.maximum(m, 1e-30).astype(f32), i32) >> 23
+    return jnp.where(jnp.isfinite(m), jax.lax.bitcast_convert_type((exponent + 1) << 23, f32), jnp.nan)
+
+
+def reciprocal_of_power(s: Array) -> Array:
+    """1/s for s a power of two, from the exponent bits: exact."""
+    return jax.lax.bitcast_convert_type((254 << 23) - jax.lax.bitcast_convert_type(s, i32), f32)
+
+
+def fixed_point(x: Array, bits: int) -> tuple[Array, Array]:
+    """Rows x [..., K] as integers q [..., K] (f32, |q| <= LIMIT[bits]) and power-of-two scales s [..., 1]: x ~ q * s.
+
+    The error is at most s / 2 <= max|x| * 2^(1 - bits). A row with NaN or Inf gets a NaN scale, so that bad numbers are never laundered.
+    """
+    s = fixed_point_scale(jnp.max(jnp.abs(x), -1, keepdims=True), bits)
+    return to_integers(x, s, bits), s
+
+
+def fixed_point_scale(m: Array, bits: int) -> Array:
+    """The power of two under which values up to m >= 0 take `bits` bits."""
+    s = power_of_two_above(m) * 2.0 ** (1 - bits)
+    return jnp.where(m > s * LIMIT[bits], s * 2, s)
+
+
+def to_integers(x: Array, s: Array, bits: int) -> Array:
+    return jnp.clip(jnp.round(x * reciprocal_of_power(s)), -LIMIT[bits], LIMIT[bits])
+
+
+def slices(q: Array, bits: int) -> tuple[Array, ...]:
+    """Integers of 8 or 16 bits as int8 slices: (q,), or (high, low) with q = 256 * high + low."""
+    if bits == 8:
+        return (q.astype(jnp.int8),)
+    q = q.astype(i32)
+    high = (q + 128) >> 8
+    return high.astype(jnp.int8), (q - (high << 8)).astype(jnp.int8)
+
+
+def small_integer_dots() -> bool:
+    """Whether INT4 contractions run as f32 dots: on CPUs, which without VNNI multiply int8 no faster (measured), and need one slice less."""
+    return jax.default_backend() == "cpu"
+
+
+def int8_dot(a: Array, b: Array, dims) -> Array:
+    """The exact integer contraction of two int8 arrays, int32."""
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=i32)
+
+
+def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
+    """Sum over k of q [M, G, k] * codes [G, k, N]: f32 [G, M, N], the integer rounded to f32: once where INT4 sums fit int32, else once a place value.
+
+    Args:
+        q: integers of `bits` bits, as float32.
+        codes: float32 or int integers of `code_bits` (4, 8 or 16) bits.
+    """
+    k = codes.shape[1]
+    if code_bits == 4 and k <= 8192:
+        return _contract_small(q, bits, codes)
+    a, w = slices(q, bits), slices(codes, 16) if code_bits == 16 else (codes.astype(jnp.int8),)
+    total = 0.0  # from the smallest to the largest place value; each product by a power of two is exact
+    for place in reversed(range(len(a) + len(w) - 1)):
+        terms = [(i, place - i) for i in range(len(a)) if 0 <= place - i < len(w)]
+        value = sum(int8_dot(a[i], w[j], GROUPED) for i, j in terms)
+        total = total + value.astype(f32) * 2.0 ** (8 * (len(a) + len(w) - 2 - place))
+    return total
+
+
+def _contract_small(q: Array, bits: int, codes: Array) -> Array:
+    """`contract` for INT4 codes and at most 8192 features: the whole sum fits int32, and an f32 dot of up to 64 terms is exact."""
+    if small_integer_dots():
+        k = codes.shape[1]
+        chunk = _largest_divisor(k, 64 if bits == 16 else 4096)  # bits + 3 + log2(chunk) <= 24
+        codes = codes.astype(f32).reshape(-1, chunk, codes.shape[2])
+        partial = jnp.einsum("mck,ckn->cmn", q.reshape(q.shape[0], -1, chunk), codes, precision="highest")
+        if chunk == k:
+            return partial
+        return jnp.sum(partial.reshape(-1, k // chunk, *partial.shape[1:]).astype(i32), 1).astype(f32)
+    total = 0
+    for part in slices(q, bits):
+        total = total * 256 + int8_dot(part, codes.astype(jnp.int8), GROUPED)
+    return total.astype(f32)
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)
+
+
+def sum_of_groups(d: Array, scale: Array, bound: float) -> Array:
+    """Sum over groups g of d [G, M, N] * scale [G, N], exact in int32: f32 [M, N].
+
+    Args:
+        d: integers, |sum over g of |d|| <= bound.
+        scale: positive; its largest value in a column sets that column's fixed point.
+    """
+    if d.shape[0] == 1:
+        return fence(d[0] * scale[0].astype(f32))
+    scale = scale.astype(f32)
+    top = power_of_two_above(jnp.max(scale, 0, keepdims=True))  # [1, N]
+    shift = 2.0 ** (30 - math.ceil(math.log2(bound)))
+    ratio = scale * reciprocal_of_power(top) * shift  # every step exact
+    total = jnp.sum(jnp.round(d * ratio[:, None]).astype(i32), 0)
+    return total.astype(f32) * (top * (1 / shift))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def exact_sum(x: Array, axis: int = -1) -> Array:
+    """Sum over one axis (kept, as 1) through int32, in two folds where one would be too coarse.
+
+    Its length must be a property of the model (width, experts, vocabulary), since the fixed point depends on it.
+    """
+    x = jnp.moveaxis(x, axis, -1)
+    n = x.shape[-1]
+    if n > 2048:
+        fold = _largest_divisor(n, 1024)
+        if fold == 1:
+            fold, x = 1024, jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % 1024)])
+        x = exact_sum(x.reshape(*x.shape[:-1], -1, fold), -1)[..., 0]
+    s = power_of_two_above(jnp.max(jnp.abs(x), -1, keepdims=True)) * 2.0 ** (math.ceil(math.log2(max(x.shape[-1], 2))) - 30)
+    total = jnp.sum(jnp.round(x * reciprocal_of_power(s)).astype(i32), -1, keepdims=True).astype(f32) * s
+    return jnp.moveaxis(total, -1, axis)
+
+
+@exact_sum.defjvp
+def _(axis, primals, tangents):
+    return exact_sum(primals[0], axis), jnp.sum(tangents[0], axis, keepdims=True)
+
+
+def sum_of_probabilities(parts: Sequence[Array]) -> Array:
+    """Sum over the last axis, and over the parts, of values in [0, 1]: for keys, whose number is a matter of padding and caching.
+
+    Each term is rounded to 24 bits and summed as two 12-bit halves, so the sum depends neither on the length (up to 2^19 keys in
+    all) nor on how the keys are split into parts.
+    """
+    t = [jnp.round(p * 2.0**24).astype(i32) for p in parts]
+    high = sum(jnp.sum(u >> 12, -1, keepdims=True) for u in t).astype(f32)
+    low = sum(jnp.sum(u & 4095, -1, keepdims=True) for u in t).astype(f32)
+    return high * 2.0**-12 + low * 2.0**-24
+
+
+@jax.custom_jvp
+def exp(x: Array) -> Array:
+    """e^x to 4 ulp, built of single IEEE operations; 0 below -87, saturated above 88. Cody-Waite reduction, degree-6 Taylor."""
+    x = jnp.clip(x, -88.0, 88.0)
+    n = jnp.round(fence(x * 1.4426950408889634))
+    r = (x - fence(n * 0.693359375)) - fence(n * -2.12194440e-4)
+    p = jnp.full_like(r, 1 / 720)
+    for c in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        p = fence(p * r) + c
+    scale = jax.lax.bitcast_convert_type((n.astype(i32) + 127) << 23, f32)
+    return jnp.where(x < -87.0, 0.0, p * scale)
+
+
+@exp.defjvp
+def _(primals, tangents):
+    y = exp(*primals)
+    return y, y * tangents[0]
+
+
+@jax.custom_jvp
+def log(x: Array) -> Array:
+    """Natural logarithm of a positive normal x, built of single IEEE operations (atanh series on [sqrt(1/2), sqrt(2)))."""
+    bits = jax.lax.bitcast_convert_type(x, i32)
+    e = (bits - 0x3F3504F3) >> 23  # x = m * 2^e with m in [sqrt(1/2), sqrt(2))
+    m = jax.lax.bitcast_convert_type(bits - (e << 23), f32)
+    t = (m - 1.0) / (m + 1.0)
+    u = fence(t * t)
+    p = jnp.full_like(u, 2 / 11)
+    for c in (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2.0):
+        p = fence(p * u) + c
+    n = e.astype(f32)
+    return fence(n * 0.693359375) + (fence(p * t) + fence(n * -2.12194440e-4))
+
+
+@log.defjvp
+def _(primals, tangents):
+    return log(*primals), tangents[0] / primals[0]
+
+
+def inverse_sqrt(x: Array) -> Array:
+    """1 / sqrt(x) as two correctly rounded operations: fenced, or the compiler makes them one approximate `rsqrt`."""
+    return 1.0 / fence(jnp.sqrt(x))
+
+
+def sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + exp(-jnp.clip(x, -60.0, 60.0)))
+
+
+def rms_norm(x: Array, weight: Array, eps: float, exact: bool) -> Array:
+    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    if not exact:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+    mean = fence(exact_sum(fence(x * x)) * (1 / x.shape[-1]))
+    return fence(fence(x * inverse_sqrt(mean + eps)) * weight)
+
+
+def softmax(x: Array, exact: bool) -> Array:
+    """Softmax over the last axis, of fixed length (experts)."""
+    if not exact:
+        return jax.nn.softmax(x, -1)
+    p = exp(x - jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
+    return p / exact_sum(p)
+
+
+def log_sum_exp(x: Array, exact: bool) -> Array:
+    """log sum exp over the last axis, kept: fixed length (vocabulary)."""
+    m = jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True))
+    if not exact:
+        return m + jnp.log(jnp.sum(jnp.exp(x - m), -1, keepdims=True))
+    return m + log(exact_sum(exp(x - m)))

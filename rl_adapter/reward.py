@@ -1,0 +1,67 @@
+"""The reward stage: completions -> one number each, by exact match with the gold answer.
+
+The text comes from a model that is being optimised against this file, so it is treated as hostile: it is only ever
+compared as a string, looked at within a bounded window, and a failure costs no other sample anything.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rl_adapter.types import Problem
+
+MARK = "Answer:"
+WINDOW = 10_000  # characters from the end that are looked at; an answer comes last
+LONGEST_ANSWER = 200  # characters
+TRAILING = ".,;:!?"  # punctuation that ends a sentence and is no part of an answer
+
+
+def extract(text: str, words: int = 1) -> str | None:
+    """What follows the last "Answer:": so many words, without trailing punctuation; None where there is nothing.
+
+    The last one counts, so that a model may correct itself; only as many words as the gold answer has, so that listing
+    candidates gains nothing.
+    """
+    _, mark, tail = text[-WINDOW:].rpartition(MARK)
+    found = _clean(tail[: 2 * LONGEST_ANSWER].split()[:words])
+    return found if mark and 0 < len(found) <= LONGEST_ANSWER else None
+
+
+def exact_match(text: str, problem: Problem) -> float:
+    """1.0 if the extracted answer is the gold answer, character by character; else 0.0."""
+    gold = problem.answer.split()
+    return float(extract(text, len(gold)) == _clean(gold))
+
+
+def _clean(words: list[str]) -> str:
+    answer = " ".join(words)
+    return answer.rstrip(TRAILING) or answer
+
+
+def score(
+    texts: list[str], problems: list[Problem], reward: Callable[[str, Problem], float] = exact_match
+) -> tuple[np.ndarray, list[str | None]]:
+    """Scores each text against its own problem.
+
+    Args:
+      texts: B completions, decoded.
+      problems: B problems, row by row.
+      reward: how one is scored.
+
+    Returns:
+      Rewards [B] f32, and per row None or why scoring failed. A row that fails, or whose reward is not finite, gets 0.
+    """
+    if len(texts) != len(problems):
+        raise ValueError(f"texts: found {len(texts)} for {len(problems)} problems, need one problem a text")
+    rewards, failures = np.zeros(len(texts), np.float32), [None] * len(texts)
+    for row, (text, problem) in enumerate(zip(texts, problems, strict=True)):
+        try:
+            value = float(reward(text, problem))
+        except Exception as error:  # whatever one sample provokes stays with that sample
+            failures[row] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        if np.isfinite(value):
+            rewards[row] = value
+        else:
+            failures[row] = f"reward: found {value}, need a finite number"
+    return rewards, failures

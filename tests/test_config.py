@@ -1,0 +1,127 @@
+"""Every field is checked, references follow and are not shared, and the quickstarts are valid."""
+
+import json
+import pathlib
+
+import pytest
+
+from rl_adapter import config as config_lib
+
+EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
+
+# Changes to the default that must be refused -> the field that the message must begin with.
+BAD = [
+    ({"seed": -1}, "seed"),
+    ({"steps": 0}, "steps"),
+    ({"model": "/nowhere"}, "model"),
+    ({"numerics": "flot"}, "numerics"),
+    ({"act_bits": 4}, "act_bits"),
+    ({"context": 1}, "context"),
+    ({"context": 16}, "context"),
+    ({"quantize.linear": "int3"}, "quantize.linear"),
+    ({"quantize.head": ""}, "quantize.head"),
+    ({"quantize.router": "f32"}, "quantize.router"),
+    ({"mesh.data": -1}, "mesh.data"),
+    ({"mesh.expert": 0}, "mesh.expert"),
+    ({"adapter.rank": 0}, "adapter"),
+    ({"adapter.rank": -2}, "adapter.rank"),
+    ({"adapter.head.rank": -1}, "adapter.head.rank"),
+    ({"adapter.alpha": 0.0}, "adapter.alpha"),
+    ({"data.kinds": ()}, "data.kinds"),
+    ({"data.kinds": ("a", "a")}, "data.kinds"),
+    ({"data.train_path": "/nowhere.jsonl"}, "data.train_path"),
+    ({"data.eval_size": 8}, "eval.examples"),
+    ({"rollout.group": 1}, "rollout.group"),
+    ({"rollout.prompts": 15, "optimizer.minibatches": 2}, "rollout.prompts"),
+    ({"rollout.prompts": 4, "optimizer.minibatches": 2, "optimizer.accumulate": 4}, "rollout.prompts"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature"),
+    ({"rollout.top_p": 0.0}, "rollout.top_p"),
+    ({"rollout.top_p": float("nan")}, "rollout.top_p"),
+    ({"loss.clip_low": 1.0}, "loss.clip_low"),
+    ({"loss.kl": -0.1}, "loss.kl"),
+    ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate"),
+    ({"optimizer.schedule": "step"}, "optimizer.schedule"),
+    ({"optimizer.warmup_steps": 10**6}, "optimizer.warmup_steps"),
+    ({"checkpoint.keep": 0}, "checkpoint.keep"),
+]
+
+
+def test_default_is_valid_and_locked():
+    config = config_lib.default()
+    config_lib.validate(config)
+    with pytest.raises(AttributeError):
+        config.stepz = 3
+    assert config_lib.model_dir(config) == config_lib.SHIPPED_BASE
+
+
+@pytest.mark.parametrize("change,field", BAD, ids=[f"{f}-{i}" for i, (_, f) in enumerate(BAD)])
+def test_bad_value_names_its_field(change, field):
+    with pytest.raises(ValueError, match=rf"^{field}: .*need"):
+        config_lib.validate(config_lib.override(config_lib.default(), change))
+
+
+def test_every_number_and_choice_has_a_check():
+    free = {"remat", "adapter.rank_stabilized", "adapter.shared_a", "model", "data.kinds", "data.train_path", "data.eval_path"}
+    config = config_lib.default()
+    checked = set(config_lib._RANGES) | set(config_lib._choices(config))
+    assert set(config_lib.flatten(config)) == checked | free
+
+
+def test_ranks_follow_adapter_rank_until_set_on_their_own():
+    default = config_lib.default()
+    config = config_lib.override(default, {"adapter.rank": 4, "adapter.alpha": 4.0})
+    assert [config.adapter[g].rank for g in config_lib.GROUPS] == [4, 4, 0, 0]
+    assert [config.adapter[g].alpha for g in config_lib.GROUPS] == [4.0] * 4
+    own = config_lib.override(config, {"adapter.experts.rank": 2})
+    assert (own.adapter.rank, own.adapter.attention.rank, own.adapter.experts.rank) == (4, 4, 2)
+    assert config.adapter.experts.rank == 4 and default.adapter.attention.rank == 8, "a copy shares no reference"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"adapter.rnk": 1}, r"^adapter\.rnk: no such field.*close: adapter\.rank"),
+        ({"learning_rate": 0.1}, r"^learning_rate: no such field.*optimizer\.learning_rate"),
+        ({"optimizer.lr": 0.1}, r"^optimizer\.lr: no such field.*optimizer\.learning_rate"),
+        ({"adapter": 3}, r"^adapter: no such field"),
+        ({"steps": "x"}, r"^steps: found 'x', need int"),
+        ({"steps": 2.5}, r"^steps: found 2\.5, need int"),
+        ({"numerics": 3}, r"^numerics: found 3, need str"),
+    ],
+)
+def test_override_refuses_unknown_keys_and_wrong_types(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_lib.override(config_lib.default(), change)
+
+
+def test_plain_survives_json():
+    plain = config_lib.plain(config_lib.default())
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_identity_holds_what_decides_the_bits():
+    config = config_lib.default()
+    same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1}
+    assert config_lib.identity(config_lib.override(config, same)) == config_lib.identity(config)
+    for change in ({"seed": 1}, {"adapter.rank": 4}, {"data.kinds": ("x",)}, {"numerics": "float"}):
+        assert config_lib.identity(config_lib.override(config, change)) != config_lib.identity(config)
+    cosine = config_lib.override(config, {"optimizer.schedule": "cosine"})
+    assert config_lib.identity(config_lib.override(cosine, {"steps": 7})) != config_lib.identity(cosine)
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in EXPERIMENTS.glob("quickstart*.py")))
+def test_experiments_are_valid(path):
+    config = config_lib.load_module(EXPERIMENTS / path).get_config()
+    config_lib.validate(config)
+    assert config.is_locked
+
+
+def test_load_module_refuses_what_is_no_experiment(tmp_path):
+    with pytest.raises(ValueError, match="which is no file"):
+        config_lib.load_module(tmp_path / "missing.py")
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"without get_config\(\)"):
+        config_lib.load_module(tmp_path / "empty.py")
+    (tmp_path / "text.txt").write_text("x\n")
+    with pytest.raises(ValueError, match="Python file"):
+        config_lib.load_module(tmp_path / "text.txt")
