@@ -84,7 +84,9 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
     if not numeric.exact:
         scores = [jnp.einsum(f"pgmkrd,{_letters(s)}td->pgkrmt", q, s.k[0], precision="highest") * scale for s, _ in segments]
         sizes = np.cumsum([s.shape[-1] for s in scores])[:-1]
-        masked = jnp.where(jnp.concatenate([jnp.broadcast_to(m, s.shape) for m, s in zip(masks, scores)], -1), jnp.concatenate(scores, -1), -1e30)
+        masked = jnp.where(
+            jnp.concatenate([jnp.broadcast_to(m, s.shape) for m, s in zip(masks, scores)], -1), jnp.concatenate(scores, -1), -1e30
+        )
         parts = jnp.split(jax.nn.softmax(masked, -1), sizes, -1)
         out = sum(jnp.einsum(f"pgkrmt,{_letters(s)}td->pgmkrd", p, s.v[0], precision="highest") for p, (s, _) in zip(parts, segments))
         return out.reshape(p_, g_, m_, h, d)

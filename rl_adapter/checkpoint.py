@@ -7,6 +7,7 @@ aside under `damaged/`, and the one before it counts as the latest.
 """
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
@@ -31,6 +33,11 @@ def _named(tree: PyTree) -> dict[str, Any]:
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves have one name"
     return named
+
+
+def _filled(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Without leaves that have no elements: Orbax refuses them, and they hold no bits."""
+    return {name: leaf for name, leaf in named.items() if math.prod(leaf.shape)}
 
 
 def _flat(identity: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -99,7 +106,7 @@ class Checkpoints:
         if not due or step in self._manager.all_steps():
             return False
         self._checked.add(step)
-        args = ocp.args.Composite(tree=ocp.args.StandardSave(_named(tree)), cursor=ocp.args.JsonSave(dict(cursor)))
+        args = ocp.args.Composite(tree=ocp.args.StandardSave(_filled(_named(tree))), cursor=ocp.args.JsonSave(dict(cursor)))
         return self._manager.save(step, args=args, force=True)
 
     def latest(self) -> int | None:
@@ -137,13 +144,17 @@ class Checkpoints:
         Raises:
           ValueError: leaves, shapes or dtypes differ from the checkpoint's.
         """
-        want, have = _named(template), self._stored(step)
+        named, have = _named(template), self._stored(step)
+        want = _filled(named)
         for name in sorted(want.keys() | have.keys()):
             w, h = ((f"{x[name].dtype}{list(x[name].shape)}" if name in x else "nothing") for x in (want, have))
             if w != h:
                 raise ValueError(f"checkpoint {self._directory / str(step)}: found {name} = {h}, need {w}")
         restored = self._manager.restore(step, args=self._restore_args(want))
-        tree = jax.tree.unflatten(jax.tree.structure(template), [restored.tree[name] for name in want])
+        tree = jax.tree.unflatten(
+            jax.tree.structure(template),
+            [restored.tree[name] if name in want else jnp.zeros(x.shape, x.dtype) for name, x in named.items()],
+        )
         return tree, restored.cursor
 
     def wait(self) -> None:

@@ -1,9 +1,9 @@
 """The device mesh and where each array lives on it.
 
-    axis     what is split over it
-    data     prompts; the base is replicated
-    expert   prompts outside the experts, experts inside them: each device keeps only its experts
-    model    columns of attention weights and the head (rows of the output projection), and experts again
+axis     what is split over it
+data     prompts; the base is replicated
+expert   prompts outside the experts, experts inside them: each device keeps only its experts
+model    columns of attention weights and the head (rows of the output projection), and experts again
 """
 
 import jax

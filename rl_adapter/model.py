@@ -14,9 +14,9 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora, mesh as meshes, moe, numerics, quant
+from rl_adapter import lora, mesh as meshes, moe, numerics
 from rl_adapter.attention import Keys, attend, attend_differentiable, encode, rope_table, rotate
-from rl_adapter.types import Array, Base, Layer, Numerics, PyTree, Spec
+from rl_adapter.types import Array, Base, Numerics, PyTree, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ def apply(model: Model, base: Base, adapter: dict | None, tokens: Array, positio
     adapter = adapter or {}
     scale = functools.cache(lambda name: model.adapter.scale(name) if name in adapter else 1.0)
     p_, m_ = tokens.shape
-    by_rows = (lambda x: x) if model.mesh is None else (
-        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, P(meshes.ROWS)))
+    by_rows = (
+        (lambda x: x) if model.mesh is None else (lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, P(meshes.ROWS))))
     )
     angles = tuple(jnp.take(t, positions, axis=0, mode="clip") for t in base.rope)
     expert_scales = tuple((n, scale(n)) for n in lora.GROUPS["experts"] if n in adapter)
@@ -169,13 +169,15 @@ def logits(model: Model, base: Base, adapter: dict | None, hidden: Array) -> Arr
     return lora.linear(hidden, base.head, head, model.adapter.scale("head") if head is not None else 1.0, model.numeric)
 
 
-def token_logprobs(model: Model, base: Base, adapter: dict | None, hidden: Array, targets: Array, chunk: int = 0) -> tuple[Array, Array]:
-    """Log-probability at temperature 1 of targets [N] after hidden [N, D], and the entropy [N] (no gradient through it).
+def token_logprobs(
+    model: Model, base: Base, adapter: dict | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities of targets [N] after hidden [N, D]: at the temperature, at temperature 1, and the entropy (without gradient), each [N].
 
     Rows go through the head `chunk` at a time, forward and backward, so no [N, V] array exists.
     """
     n = targets.shape[0]
-    chunk = min(n, chunk or max(16, 2**21 // model.spec.vocab))
+    chunk = min(n, chunk or max(16, 2**20 // model.spec.vocab))
     pad = -n % chunk
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
     targets = jnp.pad(targets, (0, pad)).reshape(-1, chunk)
@@ -184,12 +186,12 @@ def token_logprobs(model: Model, base: Base, adapter: dict | None, hidden: Array
     def rows(args):
         h, target = args
         z = logits(model, base, adapter, h)
-        logprob = logprob_of(z, target, model.numeric.exact)
+        scored = logprob_of(z, target, model.numeric.exact)
+        tempered = scored if temperature == 1 else logprob_of(numerics.fence(z * (1 / temperature)), target, model.numeric.exact)
         log_p = jax.lax.stop_gradient(jax.nn.log_softmax(z))
-        return logprob, -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return tempered, scored, -jnp.sum(jnp.exp(log_p) * log_p, -1)
 
-    logprob, entropy = jax.lax.map(rows, (hidden, targets))
-    return logprob.reshape(-1)[:n], entropy.reshape(-1)[:n]
+    return tuple(x.reshape(-1)[:n] for x in jax.lax.map(rows, (hidden, targets)))
 
 
 def logprob_of(z: Array, target: Array, exact: bool) -> Array:
@@ -206,8 +208,3 @@ def keys_like(model: Model, shape: tuple[int, ...]) -> Keys:
     codes = lambda: tuple(jnp.zeros((*shape, spec.head_dim), dtype) for _ in range(n))
     scale = lambda: jnp.ones(shape, jnp.float32) if numeric.exact else None
     return Keys(codes(), scale(), codes(), scale())
-
-
-def base_weights(layer: Layer) -> dict[str, PyTree]:
-    """Name -> quantized weight of a (stacked) layer."""
-    return {n: w for n in ("q", "k", "v", "o", "router", "gate", "up", "down") if quant.is_quantized(w := getattr(layer, n))}

@@ -185,9 +185,9 @@ def _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh):
         return _my_rows(_combine(_run(x, choice, wanted, experts, mine, numeric), weights, meshes.EXPERTS, numeric))
 
     rows = P(meshes.ROWS)
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(rows, rows, rows, rows, _specs(experts)), out_specs=rows, check_vma=False
-    )(x, weights, choice, valid, experts)
+    return jax.shard_map(body, mesh=mesh, in_specs=(rows, rows, rows, rows, _specs(experts)), out_specs=rows, check_vma=False)(
+        x, weights, choice, valid, experts
+    )
 
 
 def _specs(experts: Experts) -> Experts:

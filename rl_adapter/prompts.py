@@ -91,7 +91,7 @@ def _parse(line: str, where: str) -> Problem:
 
 def encode(tokenizer: Any, problems: list[Problem], max_length: int, field: str = "data.max_prompt_tokens") -> list[np.ndarray]:
     """Token ids of every prompt, int32. A prompt is never cut: longer ones are an error that lists them."""
-    encoded = [np.array(e.ids, np.int32) for e in tokenizer.encode_batch([p.prompt for p in problems], add_special_tokens=False)]
+    encoded = [np.array(tokenizer.encode(p.prompt), np.int32) for p in problems]
     empty = [_short(p.prompt) for p, ids in zip(problems, encoded, strict=True) if len(ids) == 0]
     if empty:
         raise ValueError(f"prompt: found {len(empty)} that encode to no token {_some(empty)}, need at least one")

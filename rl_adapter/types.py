@@ -86,6 +86,26 @@ class Base:
     rope: PyTree = None  # (cos, sin), each [positions, d/2] f32: derived, made when the base is placed
 
 
+@struct.dataclass
+class Rollout:
+    """What the sampler gives. Completions are padded on the right; `lengths` counts the stop token where there is one.
+
+    The three log-probabilities of a sampled token are kept apart by name: that of the distribution it was drawn from (temperature,
+    top-k, top-p), that of the policy at the temperature but untruncated, and that of the policy itself (temperature 1).
+    """
+
+    prompts: Array  # [P, T] int32
+    prompt_lengths: Array  # [P] int32
+    tokens: Array  # [P, G, C] int32
+    lengths: Array  # [P, G] int32
+    stopped: Array  # [P, G] bool: ended by a stop token; else cut at C
+    sampled_logprobs: Array  # [P, G, C] f32
+    tempered_logprobs: Array  # [P, G, C] f32
+    scored_logprobs: Array  # [P, G, C] f32
+    prompt_choices: Array  # [L, P, T, k] int16: experts of the prompt tokens
+    choices: Array  # [L, P, G, C, k] int16: experts of the completion tokens that were fed back (the last one is not)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One verifiable task."""

@@ -23,7 +23,7 @@ def make_tree(value: float = 1.0):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     params = {
         "a": jax.device_put(jnp.arange(16.0) * value + 1e-7, sharding),
-        "b": {"odd/name": jnp.full((2, 3), value, jnp.bfloat16), "off": None},
+        "b": {"odd/name": jnp.full((2, 3), value, jnp.bfloat16), "off": None, "empty": jnp.zeros((0, 3))},
         "special": jnp.array([jnp.nan, -0.0, jnp.inf, 1e-45], jnp.float32),
     }
     opt_state = optax.adamw(1e-3).init(params)
@@ -39,6 +39,7 @@ def assert_same_bits(got, want):
 
 
 def directory(tmp_path, saves=3, keep=2):
+    """`tmp_path` with that many checkpoints in it."""
     with Checkpoints(tmp_path, IDENTITY, every=1, keep=keep) as checkpoints:
         for step in range(1, saves + 1):
             assert checkpoints.save(step, make_tree(step), {"step": step, "order": [step, "x"]})

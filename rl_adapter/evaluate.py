@@ -1,0 +1,103 @@
+"""Held-out greedy accuracy, by the very sampler and numerics that training uses."""
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from rl_adapter import checkpoint, config as configs, lora, mesh as meshes, monitor, prompts, reward, rollout, session as sessions, update
+from rl_adapter.files import write_atomically
+
+
+def greedy(config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: dict | None) -> tuple[np.ndarray, list[str]]:
+    """Rewards [n] and completions of the first `eval.examples` problems; `adapter` is raw (not prepared) or None for the base."""
+    n = min(config.eval.examples, len(data.problems))
+    shards = meshes.row_shards(session.model.mesh)
+    size = -(-min(config.eval.batch, n) // shards) * shards
+    prepared = None if adapter is None else prepare(session.model, adapter)
+    texts = []
+    for start in range(0, n, size):
+        rows = np.arange(start, start + size) % n  # the last batch is filled up from the front, to one shape
+        tokens, lengths = prompts.batch(data.encoded, rows, data.length, session.tokenizer.pad_id)
+        ids = np.array([data.problems[i].id for i in rows], np.int32)
+        placed = jax.device_put((tokens, lengths, ids), meshes.rows(session.model.mesh))
+        out = rollout.generate(
+            session.model, sessions.sampling(config, session, greedy=True), session.base, prepared, *placed, jnp.int32(0)
+        )
+        texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: n - start]
+    rewards, _ = reward.score(texts, data.problems[:n])
+    return rewards, texts
+
+
+def prepare(model, adapter: dict) -> dict:
+    """`lora.prepare`, compiled once."""
+    return _prepare(model.numeric, adapter)
+
+
+_prepare = jax.jit(lambda numeric, adapter: lora.prepare(adapter, numeric), static_argnums=0)
+
+
+def interval(rewards: np.ndarray) -> tuple[float, float]:
+    """Wilson 95 % interval of a share (Wilson 1927), which stays in [0, 1] and holds near its ends."""
+    n, p, z = len(rewards), float(np.mean(rewards)), 1.96
+    middle, half = (p + z * z / (2 * n)), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return float((middle - half) / (1 + z * z / n)), float((middle + half) / (1 + z * z / n))
+
+
+def by_kind(problems: list, rewards: np.ndarray) -> dict[str, float]:
+    kinds = np.array([p.kind for p in problems[: len(rewards)]])
+    return {kind: float(rewards[kinds == kind].mean()) for kind in sorted(set(kinds))}
+
+
+def identity(config: ConfigDict, digest: str) -> dict:
+    """What a checkpoint belongs to."""
+    return {"base_digest": digest, "config": configs.identity(config), "packages": monitor.versions()}
+
+
+def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
+    """`--mode=eval`: the base against the run's last adapter, by kind, as a table and `eval.json`."""
+    directory = pathlib.Path(workdir)
+    if not (directory / "checkpoints").is_dir():
+        raise ValueError(f"--workdir: found no checkpoints in {directory}; train there first (--mode=train)")
+    session = sessions.open_session(config)
+    data = sessions.open_data(config, session, "eval")
+    with checkpoint.Checkpoints(
+        directory / "checkpoints", identity(config, session.digest), 0, config.checkpoint.keep, override_identity
+    ) as saved:
+        step = saved.latest()
+        if step is None:
+            raise ValueError(f"--workdir: found no checkpoint in {directory}; train there first (--mode=train)")
+        adapter = sessions.init_adapter(config, session)
+        state = saved.restore(step, new_state(config, adapter))[0]
+    table = Table("model", "accuracy", "95 % interval", *sorted(set(config.data.kinds)), title=f"greedy, step {step}")
+    result = {"step": step}
+    for name, weights in (("base", None), ("adapter", state.adapter)):
+        rewards, _ = greedy(config, session, data, weights)
+        kinds = by_kind(data.problems, rewards)
+        low, high = interval(rewards)
+        result[name] = {"accuracy": float(rewards.mean()), "interval": [low, high], "examples": len(rewards), "kinds": kinds}
+        table.add_row(
+            name,
+            f"{rewards.mean():.1%}",
+            f"{low:.1%} - {high:.1%}",
+            *(f"{kinds.get(k, float('nan')):.1%}" for k in sorted(set(config.data.kinds))),
+        )
+    Console().print(table)
+    write_atomically(directory / "eval.json", json.dumps(result, indent=1))
+    return result
+
+
+def new_state(config: ConfigDict, adapter: dict) -> update.State:
+    """A state that has made no update."""
+    tx, _ = optimizer(config)
+    return update.State(adapter, tx.init(adapter), jnp.zeros((), jnp.int32))
+
+
+def optimizer(config: ConfigDict):
+    return update.optimizer(config.optimizer, config.steps * config.optimizer.minibatches)
