@@ -1,8 +1,10 @@
 """Held-out greedy accuracy, by the very sampler and numerics that training uses."""
 
+import functools
 import json
 import os
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from rl_adapter import checkpoint, config as configs, lora, mesh as meshes, monitor, prompts, reward, rollout, session as sessions, update
+from rl_adapter import checkpoint, lora, monitor, prompts, reward, rollout, update
+from rl_adapter import config as configs
+from rl_adapter import mesh as meshes
+from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
 
 
@@ -100,4 +105,12 @@ def new_state(config: ConfigDict, adapter: dict) -> update.State:
 
 
 def optimizer(config: ConfigDict):
-    return update.optimizer(config.optimizer, config.steps * config.optimizer.minibatches)
+    """The config's optimizer and its schedule; the same objects for the same settings, so that a later run finds the update compiled."""
+    settings = config.optimizer
+    updates = 0 if settings.schedule == "constant" else config.steps * settings.minibatches  # only a decay depends on it
+    return _optimizer(tuple(sorted(settings.items())), updates)
+
+
+@functools.lru_cache
+def _optimizer(settings: tuple, updates: int):
+    return update.optimizer(types.SimpleNamespace(**dict(settings)), updates)

@@ -14,7 +14,8 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora, mesh as meshes, moe, numerics
+from rl_adapter import lora, moe, numerics
+from rl_adapter import mesh as meshes
 from rl_adapter.attention import Keys, attend, attend_differentiable, encode, rope_table, rotate
 from rl_adapter.types import Array, Base, Numerics, PyTree, Spec
 
@@ -99,7 +100,7 @@ def apply(model: Model, base: Base, adapter: dict | None, tokens: Array, positio
 
     if model.remat:
         block = jax.checkpoint(block)
-    layered = {n: l for n, l in adapter.items() if n != "head"}
+    layered = {name: pair for name, pair in adapter.items() if name != "head"}
     x = by_rows(base.embed[tokens].astype(jnp.float32))
     (x, carry), (emitted, choices, router) = jax.lax.scan(block, (x, carry), (jnp.arange(spec.layers), base.layers, layered))
     hidden = numerics.rms_norm(x, base.final_norm, spec.norm_eps, numeric.exact)
@@ -172,7 +173,7 @@ def logits(model: Model, base: Base, adapter: dict | None, hidden: Array) -> Arr
 def token_logprobs(
     model: Model, base: Base, adapter: dict | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0
 ) -> tuple[Array, Array, Array]:
-    """Log-probabilities of targets [N] after hidden [N, D]: at the temperature, at temperature 1, and the entropy (without gradient), each [N].
+    """Log-probabilities of targets [N] after hidden [N, D] at the temperature and at 1, and the entropy (without gradient), each [N].
 
     Rows go through the head `chunk` at a time, forward and backward, so no [N, V] array exists.
     """

@@ -16,7 +16,8 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora, mesh as meshes, numerics, quant
+from rl_adapter import lora, numerics, quant
+from rl_adapter import mesh as meshes
 from rl_adapter.types import Array, Numerics, PyTree, Spec
 
 f32 = jnp.float32
@@ -84,12 +85,12 @@ def _visits(choice: Array, wanted: Array, experts: int, tile: int) -> _Visits:
 def _pick(experts: Experts, e: Array) -> Experts:
     """One expert's weights; an A shared by all experts stays as it is."""
     take = functools.partial(jax.tree.map, lambda w: jax.lax.dynamic_index_in_dim(w, e, 0, keepdims=False))
-    adapter = {name: lora.Lora(l.a if _is_shared(l) else take(l.a), take(l.b)) for name, l in experts.adapter.items()}
+    adapter = {name: lora.Lora(pair.a if _is_shared(pair) else take(pair.a), take(pair.b)) for name, pair in experts.adapter.items()}
     return experts.replace(gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter)
 
 
-def _is_shared(l: lora.Lora) -> bool:
-    return l.a.master.ndim < l.b.master.ndim
+def _is_shared(pair: lora.Lora) -> bool:
+    return pair.a.master.ndim < pair.b.master.ndim
 
 
 def _append(x: Array, rows: int = 1) -> Array:
@@ -192,12 +193,13 @@ def _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh):
 
 def _specs(experts: Experts) -> Experts:
     split, whole = P(meshes.EXPERTS), P()
-    adapter = {
-        n: lora.Lora(jax.tree.map(lambda _: whole if _is_shared(l) else split, l.a), jax.tree.map(lambda _: split, l.b))
-        for n, l in experts.adapter.items()
-    }
-    rest = experts.replace(adapter={})
-    return jax.tree.map(lambda _: split, rest).replace(adapter=adapter)
+
+    def of_pair(pair):
+        of_a = whole if _is_shared(pair) else split
+        return lora.Lora(jax.tree.map(lambda _: of_a, pair.a), jax.tree.map(lambda _: split, pair.b))
+
+    adapter = {name: of_pair(pair) for name, pair in experts.adapter.items()}
+    return jax.tree.map(lambda _: split, experts.replace(adapter={})).replace(adapter=adapter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from aqt.jax.v2.aqt_tensor import QTensor
+from flax import struct
 
 from rl_adapter import numerics
 from rl_adapter.types import Array, Numerics, PyTree

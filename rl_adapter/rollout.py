@@ -12,7 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rl_adapter import model as models, numerics
+from rl_adapter import model as models
+from rl_adapter import numerics
 from rl_adapter.types import Array, Base, Rollout
 
 MASKED = -1e30

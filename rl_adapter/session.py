@@ -5,8 +5,12 @@ import dataclasses
 import jax
 from ml_collections import ConfigDict
 
-from rl_adapter import config as configs, lora, mesh as meshes, model as models, prompts, quant, rollout
-from rl_adapter.hub import families, load, tokenizer as tokenizers
+from rl_adapter import config as configs
+from rl_adapter import lora, prompts, quant, rollout
+from rl_adapter import mesh as meshes
+from rl_adapter import model as models
+from rl_adapter.hub import families, load
+from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.types import Base, Numerics, Problem
 
 
@@ -34,8 +38,10 @@ def open_session(config: ConfigDict) -> Session:
         )
     tokenizer = tokenizers.load_tokenizer(directory, spec.vocab)
     spec, base, report = load.load(directory, config.quantize)
+    adapter = lora.adapter_spec(config.adapter)
+    jax.eval_shape(lambda: lora.init(adapter, base, jax.random.key(0)))  # refuses ranks that do not fit
     digest = quant.digest(base)
-    model = models.Model(spec, lora.adapter_spec(config.adapter), Numerics(config.numerics, config.act_bits), mesh, config.remat)
+    model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)
     return Session(model, models.place(spec, base, mesh, context), digest, tokenizer, report)
 
 

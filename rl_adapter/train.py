@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import advantage, checkpoint, evaluate, lora, loss, mesh as meshes, monitor, prompts, reward, rollout, runtime, update
+from rl_adapter import advantage, checkpoint, evaluate, lora, loss, monitor, prompts, reward, rollout, runtime, update
+from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
 from rl_adapter.types import Rollout
@@ -32,12 +33,14 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train_data.problems)} training problems")
     batches = prompts.make_iterator(len(train_data.problems), config.rollout.prompts, config.data.seed)
     tx, schedule = evaluate.optimizer(config)
-    state = place(session, evaluate.new_state(config, sessions.init_adapter(config, session)))
     identity = evaluate.identity(config, session.digest)
     with checkpoint.Checkpoints(
         workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
     ) as saved:
         start, cursor = saved.latest() or 0, {}
+        if start > config.steps:
+            raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
+        state = place(session, evaluate.new_state(config, sessions.init_adapter(config, session)))
         if start:
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
@@ -97,7 +100,7 @@ def train_step(config, session, data, indices, state, tx, step: int, workdir) ->
         updates.append(jax.device_get(m))
     times.append(time.monotonic())
     metrics = combine(updates) | describe(samples, rewards, advantages, problems)
-    check_finite(step, metrics)
+    check_finite(step, metrics, state)
     seconds = np.diff(times)
     tokens = metrics["response/tokens"]
     metrics |= {"time/rollout_s": seconds[0], "time/reward_s": seconds[1], "time/update_s": seconds[2], "time/step_s": times[-1] - times[0]}
@@ -144,12 +147,18 @@ def describe(samples: Rollout, rewards, advantages, problems) -> dict:
     } | {f"reward/kind/{kind}": value for kind, value in evaluate.by_kind(problems, flat).items()}
 
 
-def check_finite(step: int, metrics: dict) -> None:
-    bad = [k for k, v in metrics.items() if not math.isfinite(v)]
+def check_finite(step: int, metrics: dict, state: update.State) -> None:
+    """The new state too: its metrics are from before the update, and a checkpoint must not keep what the next step would stop at."""
+    bad = [k for k, v in metrics.items() if not math.isfinite(v)] + ([] if _finite(state) else ["the updated adapter or optimizer"])
     if bad:
         raise FloatingPointError(
             f"step {step}: {', '.join(bad)} not finite; the run stops, and its last checkpoint is from before this step"
         )
+
+
+@jax.jit
+def _finite(tree) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def keep_samples(directory: pathlib.Path, step: int, texts, problems, rewards, failures) -> None:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rl_adapter import lora, loss as losses, model as models
+from rl_adapter import lora
+from rl_adapter import loss as losses
+from rl_adapter import model as models
 from rl_adapter.types import Array, Base, PyTree, Rollout
 
 
@@ -70,7 +72,7 @@ def score(model: models.Model, base: Base, adapter: dict | None, r: Rollout, tem
 
 def expert_loads(choices: Array, valid: Array, experts: int) -> Array:
     """Routed pairs of valid tokens: choices [L, P, M, k], valid [P, M] -> [L, E] f32."""
-    layers, k = choices.shape[0], choices.shape[-1]
+    layers = choices.shape[0]
     weight = jnp.broadcast_to(valid[None, ..., None], choices.shape).astype(jnp.float32)
     flat = choices.astype(jnp.int32) + experts * jnp.arange(layers)[:, None, None, None]
     return jnp.zeros(layers * experts, jnp.float32).at[flat.reshape(-1)].add(weight.reshape(-1)).reshape(layers, experts)

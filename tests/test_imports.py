@@ -16,11 +16,12 @@ LAYERS = [
     ("lora",),
     ("attention", "moe"),
     ("model",),
-    ("hub",),
-    ("prompts", "rollout", "reward", "advantage", "loss", "update", "checkpoint", "monitor", "samples", "plan"),  # the stages
+    ("hub", "loss"),  # the loss is a part of the update
+    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor", "samples", "plan"),  # the stages
+    ("session",),
     ("train", "evaluate", "consistency", "sweep", "serve", "report"),
 ]
-WITHIN = {8}  # orchestration: a sweep calls train, train calls evaluate
+WITHIN = {9}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint"}, "safetensors": {"hub"}}
 
 
