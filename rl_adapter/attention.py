@@ -1,7 +1,8 @@
 """Attention over segments of keys, in integers: a masked key adds an exact 0, so caching, padding and splitting cannot be seen.
 
 Queries are [P, G, M, H, d]: M tokens of each of G samples of each of P prompts. A segment of keys is either one sample's own
-([P, G, K, S, d]) or shared by a prompt's samples ([P, K, S, d]), so that a group's prompt is computed and kept once.
+([P, K, G, S, d]) or shared by a prompt's samples ([P, K, S, d]), so that a group's prompt is computed and kept once. With heads
+before samples both kinds contract without a transpose. r is H / K.
 """
 
 import functools
@@ -21,15 +22,15 @@ f32 = jnp.float32
 class Keys:
     """Keys and values as attention reads them: int8 slices with a power-of-two scale a token and head, or float32 (scale None)."""
 
-    k: tuple[Array, ...]  # slices of [..., K, S, d], the high one first
-    k_scale: Array | None  # [..., K, S]
+    k: tuple[Array, ...]  # slices of [P, K, (G,) S, d], the high one first
+    k_scale: Array | None  # [P, K, (G,) S]
     v: tuple[Array, ...]
     v_scale: Array | None
 
 
 def encode(k: Array, v: Array, numeric: Numerics) -> Keys:
-    """k, v [..., S, K, d] -> Keys."""
-    k, v = jnp.swapaxes(k, -2, -3), jnp.swapaxes(v, -2, -3)
+    """k, v [P, (G,) S, K, d] -> Keys."""
+    k, v = jnp.moveaxis(k, -2, 1), jnp.moveaxis(v, -2, 1)
     if not numeric.exact:
         return Keys((k,), None, (v,), None)
     (kq, ks), (vq, vs) = (numerics.fixed_point(a, numeric.act_bits) for a in (k, v))
@@ -41,13 +42,13 @@ def _shared(keys: Keys) -> bool:
 
 
 def _letters(keys: Keys) -> str:
-    return "pk" if _shared(keys) else "pgk"
+    return "pk" if _shared(keys) else "pkg"
 
 
 def _over_queries(scale: Array) -> Array:
-    """A key scale [P, (G,) K, S] against scores [P, G, K, r, M, S]."""
+    """A key scale [P, K, (G,) S] against scores [P, K, G, r, M, S]."""
     if scale.ndim == 3:
-        scale = scale[:, None]
+        scale = scale[:, :, None]
     return scale[:, :, :, None, None]
 
 
@@ -69,6 +70,12 @@ def _join(places: list[Array], n: int) -> Array:
     return places[0].astype(f32) * 65536.0 + places[1].astype(f32) * 256.0
 
 
+def _tokens_first(x: Array) -> Array:
+    """[P, K, G, r, M, d] -> [P, G, M, H, d]."""
+    x = jnp.moveaxis(x, (1, 3), (3, 4))
+    return x.reshape(*x.shape[:3], -1, x.shape[-1])
+
+
 def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics) -> Array:
     """softmax(q k / sqrt(d)) v over all segments together: [P, G, M, H, d].
 
@@ -78,24 +85,24 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
     """
     p_, g_, m_, h, d = q.shape
     heads = segments[0][0].k[0].shape[-3]
-    q = q.reshape(p_, g_, m_, heads, h // heads, d)
+    q = jnp.moveaxis(q.reshape(p_, g_, m_, heads, h // heads, d), (3, 4), (1, 3))  # [P, K, G, r, M, d]
     scale = np.float32(1 / np.sqrt(d))
-    masks = [mask[:, :, None, None] for _, mask in segments]  # [P, G, 1, 1, M, S]
+    masks = [mask[:, None, :, None] for _, mask in segments]  # [P, 1, G, 1, M, S]
     if not numeric.exact:
-        scores = [jnp.einsum(f"pgmkrd,{_letters(s)}td->pgkrmt", q, s.k[0], precision="highest") * scale for s, _ in segments]
+        scores = [jnp.einsum(f"pkgrmd,{_letters(s)}td->pkgrmt", q, s.k[0], precision="highest") * scale for s, _ in segments]
         sizes = np.cumsum([s.shape[-1] for s in scores])[:-1]
         masked = jnp.where(
             jnp.concatenate([jnp.broadcast_to(m, s.shape) for m, s in zip(masks, scores)], -1), jnp.concatenate(scores, -1), -1e30
         )
         parts = jnp.split(jax.nn.softmax(masked, -1), sizes, -1)
-        out = sum(jnp.einsum(f"pgkrmt,{_letters(s)}td->pgmkrd", p, s.v[0], precision="highest") for p, (s, _) in zip(parts, segments))
-        return out.reshape(p_, g_, m_, h, d)
+        out = sum(jnp.einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", p, s.v[0], precision="highest") for p, (s, _) in zip(parts, segments))
+        return _tokens_first(out)
     bits = numeric.act_bits
     q_int, q_scale = numerics.fixed_point(q, bits)
-    q_slices, q_scale = numerics.slices(q_int, bits), jnp.moveaxis(q_scale[..., 0], 2, -1)[..., None]  # [P, G, K, r, M, 1]
+    q_slices = numerics.slices(q_int, bits)
     scores = []
     for (s, _), mask in zip(segments, masks):
-        product = _join(_integer_einsum(f"pgmkrd,{_letters(s)}td->pgkrmt", q_slices, s.k), len(q_slices))
+        product = _join(_integer_einsum(f"pkgrmd,{_letters(s)}td->pkgrmt", q_slices, s.k), len(q_slices))
         product = numerics.fence(product * scale) * (q_scale * _over_queries(s.k_scale))
         scores.append(jnp.where(mask, product, -1e30))
     top = functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores])
@@ -107,10 +114,10 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
     places = None
     for x, (s, _) in zip(weighted, segments):
         x_slices = numerics.slices(numerics.to_integers(x, w_scale, bits), bits)
-        part = _integer_einsum(f"pgkrmt,{_letters(s)}td->pgkrmd", x_slices, s.v)
+        part = _integer_einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", x_slices, s.v)
         places = part if places is None else [a + b for a, b in zip(places, part)]
     out = _join(places, 1 if bits == 8 else 2) * w_scale / total
-    return jnp.moveaxis(out, 4, 2).reshape(p_, g_, m_, h, d)
+    return _tokens_first(out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -136,7 +136,7 @@ def compare_all(here: Place, others: dict, batch: Batch, sampling: rollout.Sampl
     parts = [(decode(here, one, batch.rows(rows), seed)[1], forward(here, pick(first, rows, group=1))) for rows in alone]
     rows = np.concatenate(alone)
     for by, whole, pieces in zip(("decode", "forward"), (seen, full), zip(*parts)):
-        note(f"{fewest} alone / in the batch", by, whole.rows(rows), _joined(pieces), rows)
+        note(f"{fewest} / {len(everything)} prompts at a time", by, whole.rows(rows), _joined(pieces), rows)
     wide, long = PADDING
     longer = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens + long)
     again("padding", here, batch.padded(wide), everything, pick(first, everything, wide=wide, long=long), longer)

@@ -36,7 +36,7 @@ class Cache:
     """Keys and values of every layer: the prompt's, shared by its group, and each completion's own."""
 
     prompt: Keys  # leaves [L, P, K, T, d]
-    own: Keys  # leaves [L, P, G, K, C, d]
+    own: Keys  # leaves [L, P, K, G, C, d]
 
 
 @struct.dataclass
@@ -140,7 +140,7 @@ def decode(numeric: Numerics, prompt_lengths: Array, step: Array):
     """One new token of each completion, tokens [P, G], written to slot `step` of the cache, which it sees up to there."""
 
     def attention(layer, q, k, v, cache: Cache):
-        new = encode(k[:, :, None], v[:, :, None], numeric)  # leaves [P, G, K, 1, (d)]
+        new = encode(k[:, :, None], v[:, :, None], numeric)  # leaves [P, K, G, 1, (d)]
         own = jax.tree.map(
             lambda c, n: jax.lax.dynamic_update_slice(c, n[None], (layer, 0, 0, 0, step) + (0,) * (c.ndim - 5)), cache.own, new
         )
@@ -202,7 +202,7 @@ def logprob_of(z: Array, target: Array, exact: bool) -> Array:
 
 
 def keys_like(model: Model, shape: tuple[int, ...]) -> Keys:
-    """Zeroed Keys of leaves [*shape, d]; shape ends in [K, S]."""
+    """Zeroed Keys of leaves [*shape, d]; shape is [L, P, K, (G,) S]."""
     spec, numeric = model.spec, model.numeric
     n = (1 if numeric.act_bits == 8 else 2) if numeric.exact else 1
     dtype = jnp.int8 if numeric.exact else jnp.float32

@@ -127,7 +127,7 @@ def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics)
     if axes:
         largest = jax.lax.pmax(largest, axes)
     s = numerics.power_of_two_above(largest) * 2.0 ** (math.ceil(math.log2(max(2, y.shape[1]))) - 30)
-    total = jnp.sum(jnp.round(z * numerics.reciprocal_of_power(s)[..., None]).astype(jnp.int32), 1)
+    total = jnp.sum(jnp.round(z / s[..., None]).astype(jnp.int32), 1)
     if axes:
         total = jax.lax.psum(total, axes)
     return total.astype(f32) * s

@@ -9,6 +9,9 @@ elementwise IEEE operations, which give the same bits in every fusion, batch, pa
     polynomials built of single operations;
   * no scale comes from `log2` or `ceil`, but from the exponent bits.
 
+Where a power of two is divided by, rather than its reciprocal multiplied with, that is for speed: XLA recomputes cheap operations in
+every consumer that it fuses them into, but not a division, so the chain before it is computed once.
+
 How an integer contraction is carried out (int8 dots into int32, or float32 dots of small integers, which are exact below
 2^24) is the backend's choice and cannot be seen in the bits.
 
@@ -49,11 +52,6 @@ def power_of_two_above(m: Array) -> Array:
     return jnp.where(jnp.isfinite(m), jax.lax.bitcast_convert_type((exponent + 1) << 23, f32), jnp.nan)
 
 
-def reciprocal_of_power(s: Array) -> Array:
-    """1/s for s a power of two, from the exponent bits: exact."""
-    return jax.lax.bitcast_convert_type((254 << 23) - jax.lax.bitcast_convert_type(s, i32), f32)
-
-
 def fixed_point(x: Array, bits: int) -> tuple[Array, Array]:
     """Rows x [..., K] as integers q [..., K] (f32, |q| <= LIMIT[bits]) and power-of-two scales s [..., 1]: x ~ q * s.
 
@@ -70,7 +68,7 @@ def fixed_point_scale(m: Array, bits: int) -> Array:
 
 
 def to_integers(x: Array, s: Array, bits: int) -> Array:
-    return jnp.clip(jnp.round(x * reciprocal_of_power(s)), -LIMIT[bits], LIMIT[bits])
+    return jnp.clip(jnp.round(x / s), -LIMIT[bits], LIMIT[bits])
 
 
 def slices(q: Array, bits: int) -> tuple[Array, ...]:
@@ -114,12 +112,8 @@ def _slice_products(a: tuple[Array, ...], w: tuple[Array, ...]) -> list[Array]:
 
     One dot over stacked slices: four small dots cost more than one of four times the size.
     """
-    (m, _, k), n = a[0].shape, w[0].shape[2]
-    a_all, w_all = jnp.concatenate(a, 0), jnp.concatenate(w, 2)
-    if small_integer_dots() and k <= 1024:
-        product = jnp.einsum("mgk,gkn->gmn", a_all.astype(f32), w_all.astype(f32), precision="highest")  # 7 + 7 + 10 bits
-    else:
-        product = int8_dot(a_all, w_all, GROUPED)
+    m, n = a[0].shape[0], w[0].shape[2]
+    product = int8_dot(jnp.concatenate(a, 0), jnp.concatenate(w, 2), GROUPED)
     part = lambda i, j: product[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
     count = len(a) + len(w) - 1
     return [sum(part(i, p - i) for i in range(len(a)) if 0 <= p - i < len(w)) for p in range(count)]
@@ -157,7 +151,7 @@ def sum_of_groups(d: Array, scale: Array, bound: float) -> Array:
     scale = scale.astype(f32)
     top = power_of_two_above(jnp.max(scale, 0, keepdims=True))  # [1, N]
     shift = 2.0 ** (30 - math.ceil(math.log2(bound)))
-    ratio = scale * reciprocal_of_power(top) * shift  # every step exact
+    ratio = scale / top * shift  # every step exact
     total = jnp.sum(jnp.round(d * ratio[:, None]).astype(i32), 0)
     return total.astype(f32) * (top * (1 / shift))
 
@@ -176,7 +170,7 @@ def exact_sum(x: Array, axis: int = -1) -> Array:
             fold, x = 1024, jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % 1024)])
         x = exact_sum(x.reshape(*x.shape[:-1], -1, fold), -1)[..., 0]
     s = power_of_two_above(jnp.max(jnp.abs(x), -1, keepdims=True)) * 2.0 ** (math.ceil(math.log2(max(x.shape[-1], 2))) - 30)
-    total = jnp.sum(jnp.round(x * reciprocal_of_power(s)).astype(i32), -1, keepdims=True).astype(f32) * s
+    total = jnp.sum(jnp.round(x / s).astype(i32), -1, keepdims=True).astype(f32) * s
     return jnp.moveaxis(total, -1, axis)
 
 
@@ -200,14 +194,13 @@ def sum_of_probabilities(parts: Sequence[Array]) -> Array:
 @jax.custom_jvp
 def exp(x: Array) -> Array:
     """e^x to 4 ulp, built of single IEEE operations; 0 below -87, saturated above 88. Cody-Waite reduction, degree-6 Taylor."""
-    x = jnp.clip(x, -88.0, 88.0)
-    n = jnp.round(fence(x * 1.4426950408889634))
-    r = (x - fence(n * 0.693359375)) - fence(n * -2.12194440e-4)
+    z = jnp.clip(x, -87.0, 88.0)
+    n = jnp.round(fence(z * 1.4426950408889634))
+    r = (z - fence(n * 0.693359375)) - fence(n * -2.12194440e-4)
     p = jnp.full_like(r, 1 / 720)
     for c in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
         p = fence(p * r) + c
-    scale = jax.lax.bitcast_convert_type((n.astype(i32) + 127) << 23, f32)
-    return jnp.where(x < -87.0, 0.0, p * scale)
+    return jnp.where(x < -87.0, 0.0, p) / jax.lax.bitcast_convert_type((127 - n.astype(i32)) << 23, f32)
 
 
 @exp.defjvp

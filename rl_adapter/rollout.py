@@ -113,7 +113,7 @@ def generate(
     stops = jnp.array(sampling.stop_ids, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(t_), (p_, t_))
     first = models.apply(model, base, adapter, prompts, positions, positions < lengths[:, None], models.prefill(numeric, lengths))
-    cache = models.Cache(first.keys, models.keys_like(model, (spec.layers, p_, g_, spec.kv_heads, c_)))
+    cache = models.Cache(first.keys, models.keys_like(model, (spec.layers, p_, spec.kv_heads, g_, c_)))
     last = jnp.take_along_axis(first.hidden, (lengths - 1)[:, None, None], 1)[:, 0]
     z = jnp.repeat(models.logits(model, base, adapter, last), g_, 0)  # [P * G, V]
 
