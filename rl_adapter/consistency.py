@@ -8,6 +8,7 @@ time, padding, the order of rows, and the mesh. In exact numerics every share is
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +130,7 @@ def compare_all(here: Place, others: dict, batch: Batch, sampling: rollout.Sampl
         note(name, "decode", seen.rows(rows), decode(place, sampling, batch, seed)[1], rows)
         note(name, "forward", full.rows(rows), forward(place, r), rows)
 
-    note("cached decode / full forward", "both", seen, full)
+    note("decode / full forward", "both", seen, full)
     everything = np.arange(len(batch.ids))
     fewest = meshes.row_shards(here.model.mesh)  # prompts that the mesh can take at a time
     alone = [everything[i : i + fewest] for i in range(0, min(4 * fewest, len(everything)), fewest)]
@@ -232,12 +234,11 @@ def _joined(parts: Sequence[Seen]) -> Seen:
 def table(result: dict) -> Table:
     precision = f", A{result['act_bits']}" if result["numerics"] == "exact" else ""
     size = f"{result['prompts']} prompts x {result['group']} completions"
-    title = f"{result['numerics']}{precision}, base {result['base_digest'][:12]}, {size}: what is equal bit by bit"
-    out = Table(title=title, caption="the same bits everywhere" if result["all_equal"] else "not the same bits everywhere")
-    out.add_column("comparison", no_wrap=True)
-    for name in ("by", "logprobs", "experts", "texts", "largest gap"):
+    title = f"{result['numerics']}{precision}, base {result['base_digest'][:12]}, {size}"
+    out = Table(title=title, box=box.SIMPLE, caption="the same bits everywhere" if result["all_equal"] else "not the same bits everywhere")
+    for name in ("equal bits of", "by", "logprobs", "experts", "texts", "max gap"):
         out.add_column(name, no_wrap=True)
-    share = lambda x: "" if x is None else "100 %" if x == 1 else f"{100 * x:.2f} %"
+    share = lambda x: "" if x is None else "100 %" if x == 1 else f"{math.floor(x * 1e4) / 1e2:.2f} %"  # 100 % is never rounded up to
     for row in result["comparisons"]:
         shares = (share(row.get(f"{k}_equal")) for k in ("logprobs", "choices", "completions"))
         out.add_row(row["comparison"], row["by"], *shares, f"{row['max_abs_logprob_diff']:.3g}")

@@ -29,6 +29,7 @@ from rl_adapter.types import Array
 
 f32, i32 = jnp.float32, jnp.int32
 GROUPED = (((2,), (1,)), ((1,), (0,)))  # [M, G, k] x [G, k, N] -> [G, M, N]
+UNROLL = 8  # groups up to which sums over groups are written out: a reduction inside a fusion does not run in vectors on CPU
 LIMIT = {8: 127, 16: 127 * 256 + 127}  # largest |q|: 16 bits are two int8 slices, q = 256 * high + low
 
 
@@ -100,23 +101,26 @@ def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
     k = codes.shape[1]
     if code_bits == 4 and k <= 8192:
         return _contract_small(q, bits, codes)
-    places = _slice_products(slices(q, bits), slices(codes, 16) if code_bits == 16 else (codes.astype(jnp.int8),))
+    # One dot over stacked slices: four small dots cost more than one of four times the size.
+    product = int8_dot(_stacked(q, bits, 0), _stacked(codes, code_bits, 2), GROUPED)
+    (m, n), (a, w) = (q.shape[0], codes.shape[2]), (product.shape[1] // q.shape[0], product.shape[2] // codes.shape[2])
+    part = lambda i, j: product[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
+    places = [sum(part(i, p - i) for i in range(a) if 0 <= p - i < w) for p in range(a + w - 1)]
     total = 0.0  # from the smallest to the largest place value; each product by a power of two is exact
     for place in reversed(range(len(places))):
         total = total + places[place].astype(f32) * 2.0 ** (8 * (len(places) - 1 - place))
     return total
 
 
-def _slice_products(a: tuple[Array, ...], w: tuple[Array, ...]) -> list[Array]:
-    """Sums over k of a[i] [M, G, k] * w[j] [G, k, N], added up by place value i + j: arrays [G, M, N] of integers.
-
-    One dot over stacked slices: four small dots cost more than one of four times the size.
-    """
-    m, n = a[0].shape[0], w[0].shape[2]
-    product = int8_dot(jnp.concatenate(a, 0), jnp.concatenate(w, 2), GROUPED)
-    part = lambda i, j: product[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
-    count = len(a) + len(w) - 1
-    return [sum(part(i, p - i) for i in range(len(a)) if 0 <= p - i < len(w)) for p in range(count)]
+def _stacked(q: Array, bits: int, axis: int) -> Array:
+    """The slices of `slices` one after another along `axis`; by broadcast, since XLA's CPU backend concatenates element by element."""
+    if bits <= 8:
+        return q.astype(jnp.int8)
+    q = jnp.expand_dims(q.astype(i32), axis)
+    high = (q + 128) >> 8
+    index = jnp.arange(2).reshape([2 if a == axis else 1 for a in range(q.ndim)])
+    both = jnp.where(index == 0, high, q - (high << 8)).astype(jnp.int8)
+    return both.reshape(*(2 * n if a == axis else n for a, n in enumerate(jnp.squeeze(q, axis).shape)))
 
 
 def _contract_small(q: Array, bits: int, codes: Array) -> Array:
@@ -149,10 +153,15 @@ def sum_of_groups(d: Array, scale: Array, bound: float) -> Array:
     if d.shape[0] == 1:
         return fence(d[0] * scale[0].astype(f32))
     scale = scale.astype(f32)
-    top = power_of_two_above(jnp.max(scale, 0, keepdims=True))  # [1, N]
+    largest = functools.reduce(jnp.maximum, list(scale)) if d.shape[0] <= UNROLL else jnp.max(scale, 0)
+    top = power_of_two_above(largest)[None]  # [1, N]
     shift = 2.0 ** (30 - math.ceil(math.log2(bound)))
     ratio = scale / top * shift  # every step exact
-    total = jnp.sum(jnp.round(d * ratio[:, None]).astype(i32), 0)
+    term = lambda g: jnp.round(d[g] * ratio[g]).astype(i32)
+    if d.shape[0] <= UNROLL:
+        total = sum(term(g) for g in range(d.shape[0]))
+    else:
+        total = jnp.sum(jnp.round(d * ratio[:, None]).astype(i32), 0)
     return total.astype(f32) * (top * (1 / shift))
 
 

@@ -70,9 +70,10 @@ def unpack(w: QTensor) -> Array:
     """The integer codes [..., G, g, N]: f32 of an int4, else as they are."""
     if bits(w) != 4:
         return w.qvalue
-    low = (w.qvalue & 15).astype(jnp.int8) - 8
-    high = (w.qvalue >> 4).astype(jnp.int8) - 8
-    return jnp.concatenate([low, high], -2).astype(f32)
+    shift = jnp.array([0, 4], jnp.int32)[:, None, None]  # a broadcast runs in vectors, a concatenation element by element
+    codes = ((w.qvalue[..., None, :, :].astype(jnp.int32) >> shift) & 15).astype(f32) - 8
+    *lead, half, n = w.qvalue.shape
+    return codes.reshape(*lead, 2 * half, n)
 
 
 def dequantize(w: PyTree) -> Array:

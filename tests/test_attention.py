@@ -15,7 +15,7 @@ f32 = np.float32
 FLOAT, A16, A8 = Numerics("float"), Numerics("exact", 16), Numerics("exact", 8)
 P, G, T, C = 2, 3, 5, 4
 LENGTHS = np.array([5, 3])  # of the prompts
-HEADS = [(4, 2, 32), (5, 1, 24), (3, 3, 8)]  # heads, kv heads, head dim
+HEADS = [(4, 2, 32), (5, 1, 24)]  # heads, kv heads, head dim
 
 
 class Case:
@@ -69,18 +69,19 @@ def attend(q, shared, own, masks, numeric):
     }
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attend(heads):
+@pytest.mark.parametrize("heads, numeric, tolerance", [(HEADS[0], A8, 8e-2), (HEADS[1], A16, 3e-4)], ids=["8 bits", "16 bits"])
+def test_attend(heads, numeric, tolerance):
     """Float to 1e-6 of the largest value. Exact: q, k and the weighted v err by half a step each, so scores by about 2^-14 of the
     product of a query's and a key's norm, and the output by that and 2^-15 of the largest value; with 8 bits, 2^8 times more."""
     case = Case(*heads)
     expected = case.expected(case.q, case.shared, case.own)
     largest = np.abs(case.shared[1]).max()
-    for numeric, tolerance in ((FLOAT, 1e-6), (A16, 3e-4), (A8, 8e-2)):
-        whole, others = attend(case.q, case.shared, case.own, case.masks, numeric)
-        assert np.abs(whole - expected).max() <= tolerance * largest
+    for mode, bound in ((FLOAT, 1e-6), (numeric, tolerance)):
+        whole, others = attend(case.q, case.shared, case.own, case.masks, mode)
+        assert np.abs(whole - expected).max() <= bound * largest
         for name, (found, same) in others.items():
             np.testing.assert_array_equal(found, same, err_msg=name)
+    assert set(others) == {"joined", "swapped", "token"}
 
 
 def test_gradient():
@@ -100,12 +101,12 @@ def test_gradient():
     for numeric in (FLOAT, A16):
         y, same, grads = run(inputs, numeric)
         np.testing.assert_array_equal(y, same)
-        for i in range(5):
-            leaves, structure = jax.tree.flatten(inputs)
-            direction = rng.normal(size=leaves[i].shape)
-            moved = [structure.unflatten([x + h * direction * (j == i) for j, x in enumerate(leaves)]) for h in (-1e-5, 1e-5)]
-            low, high = (np.sum(case.expected(*m) * dy) for m in moved)
-            np.testing.assert_allclose(np.sum(jax.tree.leaves(grads)[i] * direction), (high - low) / 2e-5, rtol=1e-4, atol=1e-4)
+        leaves, structure = jax.tree.flatten(inputs)
+        for i, grad in enumerate(jax.tree.leaves(grads)):
+            direction = rng.normal(size=grad.shape)
+            moved = [[x + h * direction if j == i else x for j, x in enumerate(leaves)] for h in (-1e-5, 1e-5)]
+            low, high = (np.sum(case.expected(*structure.unflatten(m)) * dy) for m in moved)
+            np.testing.assert_allclose(np.sum(grad * direction), (high - low) / 2e-5, rtol=1e-4, atol=1e-4)
 
 
 # Rotary embedding

@@ -21,7 +21,7 @@ def test_exact_gives_the_same_bits_however_it_is_computed(base, tmp_path, capsys
     result = consistency.run(make_config(base), tmp_path, shapes=[(2, 1, 1), (2, 2, 2)])
     rows = result["comparisons"]
     names = [
-        "cached decode / full forward",
+        "decode / full forward",
         "1 / 4 prompts at a time",
         "padding",
         "order of rows",

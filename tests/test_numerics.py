@@ -106,7 +106,6 @@ def test_power_of_two_above():
     m = np.abs(normal(5, 4096, spread=60))
     p = np.asarray(above(m))
     assert (np.frexp(p)[0] == 0.5).all() and (m < p).all() and (p <= 2 * m).all()
-    assert_same_bits(jax.jit(numerics.reciprocal_of_power)(p), 1 / p)
 
 
 # Fixed point
@@ -194,7 +193,7 @@ def test_sum_of_probabilities_knows_no_padding_split_or_order(n):
         assert_same_bits(other, total[: len(other)])
 
 
-@pytest.mark.parametrize("groups, n_bits", ((2, 16), (7, 16), (7, 8)))
+@pytest.mark.parametrize("groups, n_bits", ((2, 16), (7, 8), (12, 16)))
 def test_sum_of_groups(groups, n_bits):
     """Close to float64, whatever the order of the groups, for bfloat16 scales as for float32 ones."""
     rng = np.random.default_rng(groups)
