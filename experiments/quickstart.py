@@ -13,6 +13,15 @@ from rl_adapter import config as config_lib
 
 def get_config() -> ConfigDict:
     c = config_lib.default().unlock()
-    c.steps = 40
+    c.steps = 20
+    c.remat = False
+    c.data.max_prompt_tokens = 16
+    c.data.train_size = 900  # 300 of each kind
+    c.data.eval_size = 450
+    c.rollout.max_new_tokens = 44
+    c.eval.examples = 450
+    c.eval.batch = 150
+    c.optimizer.learning_rate = 2e-3
+    c.optimizer.warmup_steps = 2
     c.checkpoint.every = 10
     return c.lock()

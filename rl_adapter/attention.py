@@ -116,7 +116,7 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
         x_slices = numerics.slices(numerics.to_integers(x, w_scale, bits), bits)
         part = _integer_einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", x_slices, s.v)
         places = part if places is None else [a + b for a, b in zip(places, part)]
-    out = _join(places, 1 if bits == 8 else 2) * w_scale / total
+    out = numerics.divide_rows(_join(places, 1 if bits == 8 else 2) * w_scale, total)
     return _tokens_first(out)
 
 

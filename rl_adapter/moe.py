@@ -40,7 +40,7 @@ def route(x: Array, router: PyTree, adapter: PyTree, scale: float, spec: Spec, n
     weights, choice = jax.lax.top_k(p, spec.experts_per_token)
     if spec.norm_topk_prob:
         total = numerics.exact_sum(weights) if numeric.exact else jnp.sum(weights, -1, keepdims=True)
-        weights = weights / total
+        weights = numerics.divide_rows(weights, total)
     return weights, choice, p
 
 

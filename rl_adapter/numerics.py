@@ -243,6 +243,12 @@ def inverse_sqrt(x: Array) -> Array:
     return 1.0 / fence(jnp.sqrt(x))
 
 
+def divide_rows(x: Array, y: Array) -> Array:
+    """x [..., n] / y [..., 1] as a product with the fenced reciprocal: which of the two a compiler makes of a division by a broadcast
+    depends on shapes."""
+    return x * fence(1.0 / y)
+
+
 def sigmoid(x: Array) -> Array:
     return 1.0 / (1.0 + exp(-jnp.clip(x, -60.0, 60.0)))
 
@@ -260,7 +266,7 @@ def softmax(x: Array, exact: bool) -> Array:
     if not exact:
         return jax.nn.softmax(x, -1)
     p = exp(x - jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
-    return p / exact_sum(p)
+    return divide_rows(p, exact_sum(p))
 
 
 def log_sum_exp(x: Array, exact: bool) -> Array:

@@ -67,7 +67,7 @@ def truncate(z: Array, top_k: int, top_p: float) -> Array:
     if top_p < 1:
         ordered = jax.lax.top_k(z, z.shape[-1])[0]
         p = numerics.exp(ordered - ordered[..., :1])
-        p = jnp.round(p / numerics.exact_sum(p) * 2.0**24).astype(jnp.int32)
+        p = jnp.round(numerics.divide_rows(p, numerics.exact_sum(p)) * 2.0**24).astype(jnp.int32)
         before = jnp.cumsum(p, -1) - p
         kept = before < jnp.int32(round(top_p * 2.0**24))
         z = jnp.where(z < jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True), MASKED, z)

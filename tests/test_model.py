@@ -48,7 +48,7 @@ class World:
 
     @property
     def new_adapter(self):
-        return {n: l.replace(b=np.zeros_like(l.b)) for n, l in self.adapter.items()}
+        return {name: pair.replace(b=np.zeros_like(pair.b)) for name, pair in self.adapter.items()}
 
     def model(self, numeric, mesh=None):
         return models.Model(self.spec, self.adapter_spec, numeric, mesh or meshes.make(1))
@@ -65,7 +65,7 @@ class World:
 
     def reference(self, r, adapter=None):
         """Logprobs [P, G, C] of the completions' tokens, 0 beyond their ends, and the experts of what is fed [L, P, G, T + C - 1, k]."""
-        adapter = {n: (l.a, l.b, self.adapter_spec.scale(n)) for n, l in (adapter or {}).items()}
+        adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in (adapter or {}).items()}
         out, choices = np.zeros(r.tokens.shape), {}
         for p, g in np.ndindex(r.lengths.shape):
             t, c = r.prompt_lengths[p], r.lengths[p, g]
@@ -179,14 +179,15 @@ ROLLOUT = {ODD: completions(3, ODD.spec, 3, 2, 5, 4), EVEN: completions(4, EVEN.
 @pytest.mark.parametrize("world", ("odd", "even"))
 @pytest.mark.parametrize("adapted", (True, False))
 def test_reference(request, world, adapted):
-    """The float twin to 1e-4. A16 to 1e-2: the rows that a contraction reads err by up to 2^-15 of their largest value, 3e-5 * (max / rms)
-    = 1e-4 relative; some ten contractions in a row in each layer, and a logprob is about 10 times the size of a hidden feature. No
-    expert of these seeds is chosen by less than that."""
-    r, w = {"odd": ODD, "even": EVEN}[world], None
-    w, r = r, ROLLOUT[r]
+    """The float twin to 1e-4; A16 to 1e-3 of the spread of the logprobs. A row that is contracted errs by up to 2^-15 of its largest value,
+    about 4e-5 of its size; some 18 contractions follow each other, whose errors add up like a random walk to 2e-4, or a few times
+    that where a norm or SwiGLU steepens them. No expert of these seeds is chosen by so little."""
+    w = {"odd": ODD, "even": EVEN}[world]
+    r = ROLLOUT[w]
     adapter = w.adapter if adapted else w.new_adapter
     expected, chosen = w.reference(r, w.adapter if adapted else None)
-    for name, tolerance in ((f"{world}_float", 1e-4), (world, 1e-2)):
+    spread = expected[masks(r)[0]].std()
+    for name, tolerance in ((f"{world}_float", 1e-4), (world, 1e-3 * spread)):
         found = request.getfixturevalue(name)(adapter, r)
         np.testing.assert_allclose(found.logprobs, expected, atol=tolerance)
         t, c = r.prompts.shape[1], r.tokens.shape[2]
@@ -229,15 +230,16 @@ def test_bits_know_no_row_and_no_padding(odd):
 
 def test_bits_know_no_engine(odd, monkeypatch):
     """Integer contractions as int8 dots, as on accelerators, or as float dots of small integers, as on CPUs."""
-    monkeypatch.setattr(numerics, "small_integer_dots", lambda: not numerics.jax.default_backend() == "cpu")
+    monkeypatch.setattr(numerics, "small_integer_dots", lambda: jax.default_backend() != "cpu")
     other = scorer(ODD, A16, adapted=False, compiler_options=QUICK)
     other(None, ROLLOUT[ODD]).same_bits(odd(ODD.new_adapter, ROLLOUT[ODD]))
 
 
-@pytest.mark.parametrize("shape", ((1, 1, 2), (8, 1, 1), (1, 4, 2)), ids=str)
-def test_bits_know_no_mesh(even, shape):
-    on_mesh = scorer(EVEN, A16, meshes.make(*shape), adapted=False, compiler_options=QUICK)
-    on_mesh(None, ROLLOUT[EVEN]).same_bits(even(EVEN.new_adapter, ROLLOUT[EVEN]))
+@pytest.mark.parametrize("shape, adapted", [((1, 1, 2), False), ((1, 4, 2), False), ((2, 2, 2), True)], ids=str)
+def test_bits_know_no_mesh(even, shape, adapted):
+    on_mesh = scorer(EVEN, A16, meshes.make(*shape), adapted=adapted, compiler_options=QUICK)
+    adapter = EVEN.adapter if adapted else EVEN.new_adapter
+    on_mesh(adapter, ROLLOUT[EVEN]).same_bits(even(adapter, ROLLOUT[EVEN]))
 
 
 # Gradients
@@ -263,17 +265,16 @@ def test_gradients_are_differences_of_the_reference(request, world):
 
 
 def test_exact_gradients_are_near_the_float_twins(even, even_float):
-    """Straight through: the float derivative at activations that differ by 1e-4 or so, so 1e-2 of a matrix's norm is plenty."""
+    """Straight through: the float derivative at activations that differ by a few 1e-4 of their size, so 2e-3 of a matrix's norm."""
     grads = [f(EVEN.adapter, ROLLOUT[EVEN]).grads for f in (even, even_float)]
     distance = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), *grads)
-    assert max(jax.tree.leaves(distance)) < 1e-2
+    assert max(jax.tree.leaves(distance)) < 2e-3
 
 
-def test_mesh_gradients(even):
-    mesh = meshes.make(2, 2, 2)
-    one, many = even(EVEN.adapter, ROLLOUT[EVEN]), scorer(EVEN, A16, mesh, grads=True, compiler_options=QUICK)(EVEN.adapter, ROLLOUT[EVEN])
-    many.same_bits(one)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), many.grads, one.grads)
+def test_mesh_gradients(even_float):
+    on_mesh = scorer(EVEN, FLOAT, meshes.make(2, 2, 2), grads=True, compiler_options=QUICK)
+    one, many = (f(EVEN.adapter, ROLLOUT[EVEN]).grads for f in (even_float, on_mesh))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), many, one)
 
 
 # Small things
