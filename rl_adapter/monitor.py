@@ -55,6 +55,8 @@ METRICS = {
     "mismatch/max_abs_logprob_diff": "largest |logprob scored while sampling - logprob in the training forward|, nats",
     "mismatch/mean_abs_logprob_diff": "mean of the same",
     "mismatch/expert_flips": "expert choices that differ between sampling and the training forward",
+    "moe/load": "share of routed pairs that each expert gets, [layers][experts]",
+    "moe/base_load": "the same without the adapter, on the same tokens",
     "moe/load_max_over_mean": "tokens of the busiest expert over the mean expert's, mean over layers",
     "moe/load_shift_from_base": "total-variation distance of expert loads with the adapter from those without, mean over layers",
     "eval/accuracy": "held-out greedy accuracy, at the steps that evaluate",

@@ -1,7 +1,6 @@
 """The loop: prompts -> rollout -> reward -> advantage -> loss and update -> checkpoint, a stage a line."""
 
 import json
-import math
 import os
 import pathlib
 import time
@@ -125,7 +124,7 @@ def place(session, state: update.State) -> update.State:
 
 def combine(updates: list[dict]) -> dict:
     """Means over a step's updates. Sampling and training agree only before the first of them, so its mismatch is the step's."""
-    mean = {k: float(np.mean([u[k] for u in updates])) for k in updates[0]}
+    mean = {k: np.mean([u[k] for u in updates], 0).tolist() for k in updates[0]}
     return (
         mean
         | {k: float(v) for k, v in updates[0].items() if k.startswith("mismatch/")}
@@ -149,7 +148,7 @@ def describe(samples: Rollout, rewards, advantages, problems) -> dict:
 
 def check_finite(step: int, metrics: dict, state: update.State) -> None:
     """The new state too: its metrics are from before the update, and a checkpoint must not keep what the next step would stop at."""
-    bad = [k for k, v in metrics.items() if not math.isfinite(v)] + ([] if _finite(state) else ["the updated adapter or optimizer"])
+    bad = [k for k, v in metrics.items() if not np.isfinite(v).all()] + ([] if _finite(state) else ["the updated adapter or optimizer"])
     if bad:
         raise FloatingPointError(
             f"step {step}: {', '.join(bad)} not finite; the run stops, and its last checkpoint is from before this step"

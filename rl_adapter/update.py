@@ -139,6 +139,8 @@ def update(
         "loss": value,
         "grad_norm": optax.global_norm(grads),
         "mismatch/expert_flips": flips,
+        "moe/load": share(loads),
+        "moe/base_load": share(base_loads),
         "moe/load_max_over_mean": jnp.mean(jnp.max(share(loads), -1)) * model.spec.experts,
         "moe/load_shift_from_base": jnp.mean(jnp.sum(jnp.abs(share(loads) - share(base_loads)), -1)) / 2,
     }
