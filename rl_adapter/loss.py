@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -38,6 +39,8 @@ def grpo(
     Returns:
         The sum of losses, and sums for metrics.
     """
+    chex.assert_equal_shape([tempered, old_tempered, scored, reference, mask])
+    chex.assert_equal_shape_prefix([tempered, advantage], 2)
     log_ratio = jnp.where(mask, tempered - old_tempered, 0.0)
     ratio = jnp.exp(log_ratio)
     a = advantage[..., None]
