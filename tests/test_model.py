@@ -63,17 +63,19 @@ class World:
         layers = self.base.layers.replace(**{f: reference.decode(getattr(self.base.layers, f)) for f in fields})
         return self.base.replace(layers=layers, head=reference.decode(self.base.head))
 
-    def reference(self, r, adapter=None):
-        """Logprobs [P, G, C] of the completions' tokens, 0 beyond their ends, and the experts of what is fed [L, P, G, T + C - 1, k]."""
+    def reference(self, r, adapter=None, temperature=1.0):
+        """Logprobs (at the temperature) and entropies [P, G, C] of the completions' tokens, 0 beyond their ends; experts of what is fed by (p, g)."""
         adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in (adapter or {}).items()}
-        out, choices = np.zeros(r.tokens.shape), {}
+        out, entropy, choices = np.zeros(r.tokens.shape), np.zeros(r.tokens.shape), {}
         for p, g in np.ndindex(r.lengths.shape):
             t, c = r.prompt_lengths[p], r.lengths[p, g]
             row = np.concatenate([r.prompts[p, :t], r.tokens[p, g, :c]])
             logprobs, chosen = reference.forward(self.spec, self.dense, row[:-1], adapter)
-            out[p, g, :c] = logprobs[np.arange(t - 1, t + c - 1), row[t:]]
+            entropy[p, g, :c] = -np.sum(np.exp(logprobs) * logprobs, -1)[t - 1 :]
+            tempered = np.log([reference.softmax(z / temperature) for z in logprobs])
+            out[p, g, :c] = tempered[np.arange(t - 1, t + c - 1), row[t:]]
             choices[p, g] = chosen
-        return out, choices
+        return out, entropy, choices
 
 
 RANKS = (("attention", 4), ("experts", 2), ("router", 2), ("head", 3))
@@ -110,6 +112,7 @@ class Scores:
     """What a program gives where it means something; padding is set to zero."""
 
     logprobs: np.ndarray  # [P, G, C]
+    entropy: np.ndarray
     choices: np.ndarray  # [L, P, T + G * C, k]
     grads: dict | None
 
@@ -123,8 +126,8 @@ def scorer(world, numeric, mesh=None, grads=False, adapted=True, **options):
     model, base = world.model(numeric, mesh), world.place(mesh)
 
     def value(adapter, base, r, weights):
-        (_, scored, _), out = update.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
-        return jnp.sum(jnp.where(weights != 0, scored * weights, 0)), (scored, out.choices)
+        (_, scored, entropy), out = update.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
+        return jnp.sum(jnp.where(weights != 0, scored * weights, 0)), (scored, entropy, out.choices)
 
     def program(adapter, base, r, weights):
         if grads:
@@ -137,8 +140,8 @@ def scorer(world, numeric, mesh=None, grads=False, adapted=True, **options):
         mask, valid = masks(r)
         where = meshes.rows(mesh) if mesh else None
         r = r.replace(prompt_choices=None, choices=None)
-        (_, (scored, choices)), gradient = jax.device_get(program(adapter, base, *jax.device_put((r, weights_of(r)), where)))
-        return Scores(np.where(mask, scored, 0), np.where(valid[None, ..., None], choices, 0), gradient)
+        (_, (scored, entropy, choices)), gradient = jax.device_get(program(adapter, base, *jax.device_put((r, weights_of(r)), where)))
+        return Scores(np.where(mask, scored, 0), np.where(mask, entropy, 0), np.where(valid[None, ..., None], choices, 0), gradient)
 
     return run
 
@@ -185,11 +188,12 @@ def test_reference(request, world, adapted):
     w = {"odd": ODD, "even": EVEN}[world]
     r = ROLLOUT[w]
     adapter = w.adapter if adapted else w.new_adapter
-    expected, chosen = w.reference(r, w.adapter if adapted else None)
+    expected, entropy, chosen = w.reference(r, w.adapter if adapted else None)
     spread = expected[masks(r)[0]].std()
     for name, tolerance in ((f"{world}_float", 1e-4), (world, 1e-3 * spread)):
         found = request.getfixturevalue(name)(adapter, r)
         np.testing.assert_allclose(found.logprobs, expected, atol=tolerance)
+        np.testing.assert_allclose(found.entropy, entropy, atol=tolerance)
         t, c = r.prompts.shape[1], r.tokens.shape[2]
         for (p, g), choices in chosen.items():
             n = r.prompt_lengths[p]

@@ -39,13 +39,13 @@ def ulps(found, exact):
 
 
 def test_exp_is_within_4_ulp():
-    x = np.linspace(-86.9, 88, 1_000_003).astype(f32)
+    x = np.linspace(-86.9, 87, 1_000_003).astype(f32)
     assert ulps(jax.jit(numerics.exp)(x), np.exp(x.astype(np.float64))).max() <= 4
 
 
 def test_exp_beyond_its_range():
-    x = np.array([-np.inf, -1e30, -87.1, 0, 88, 200, np.inf, np.nan], f32)
-    top = np.exp(88.0)
+    x = np.array([-np.inf, -1e30, -87.1, 0, 87.5, 200, np.inf, np.nan], f32)
+    top = np.exp(87.0)
     np.testing.assert_allclose(jax.jit(numerics.exp)(x), [0, 0, 0, 1, top, top, top, np.nan], rtol=1e-6)
 
 

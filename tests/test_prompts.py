@@ -8,8 +8,9 @@ import ml_collections
 import numpy as np
 import pytest
 
-from experiments.corpus import make_tokenizer
 from rl_adapter import prompts
+from rl_adapter.config import SHIPPED_BASE as ASSETS
+from rl_adapter.hub.tokenizer import load_tokenizer
 
 
 def config(**overrides):
@@ -107,7 +108,7 @@ def test_batches_are_padded_on_the_right():
 
 
 def test_encode_never_cuts_a_prompt():
-    tokenizer, problems = make_tokenizer(), prompts.load(config(), "train")
+    tokenizer, problems = load_tokenizer(ASSETS, 145), prompts.load(config(), "train")
     encoded = prompts.encode(tokenizer, problems, max_length=10)
     assert [tokenizer.decode(ids.tolist()) for ids in encoded] == [p.prompt for p in problems]
     longest = max(len(ids) for ids in encoded)
@@ -143,6 +144,8 @@ def test_a_fresh_process_gives_the_same_problems_and_resumes_the_same_order():
     script = f"""
 import json
 from rl_adapter import prompts
+from rl_adapter.config import SHIPPED_BASE as ASSETS
+from rl_adapter.hub.tokenizer import load_tokenizer
 from rl_adapter.environments import arithmetic
 iterator = prompts.make_iterator(50, 4, seed=2)
 iterator.set_state(json.loads('{json.dumps(iterator.get_state())}'))

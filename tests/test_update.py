@@ -1,0 +1,205 @@
+"""The update: its rows, its schedule, the loss that it descends, and all that it must leave alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_loss
+from ml_collections import ConfigDict
+from test_model import EVEN, QUICK, completions, masks
+
+from rl_adapter import lora, loss, quant, update
+from rl_adapter.types import Numerics, Rollout
+
+f32 = np.float32
+FLOAT, A16 = Numerics("float"), Numerics("exact", 16)
+CFG, TEMPERATURE = loss.GRPO(0.2, 0.3, 0.1), 0.7
+RATE = 8.0
+SMALL = dataclasses.replace(EVEN, adapter_spec=lora.AdapterSpec((("router", 2), ("head", 3)), (("router", 2.0), ("head", 1.5))))
+ADVANTAGE = np.random.default_rng(0).normal(size=(4, 2)).astype(f32)
+
+
+def compiled(world, numeric, r, accumulate=1):
+    """`update.update` by plain gradient descent: (state, rollout, advantage) -> state, metrics; its base; and a new state."""
+    base, tx = world.place(), optax.sgd(RATE)
+    state = lambda: jax.device_put(update.State(world.adapter, tx.init(world.adapter), np.int32(41)))
+    lowered = update.update.lower(world.model(numeric), tx, CFG, TEMPERATURE, accumulate, base, state(), r, ADVANTAGE)
+    run = lowered.compile(compiler_options=QUICK)
+    return lambda r, advantage=ADVANTAGE: jax.device_get(run(base, state(), jax.device_put(r), advantage)), base
+
+
+@pytest.fixture(scope="module")
+def on_policy():
+    """Completions with what the sampler of the same adapter would have recorded of them."""
+    r = completions(5, EVEN.spec, 4, 2, 6, 5)
+
+    def program(adapter, r):
+        (tempered, scored, _), out = update.score(EVEN.model(A16), EVEN.place(), lora.prepare(adapter, A16), r, TEMPERATURE)
+        return tempered, scored, out.choices.astype(jnp.int16)
+
+    tempered, scored, choices = jax.device_get(jax.jit(program, compiler_options=QUICK)(EVEN.adapter, r))
+    return r.replace(
+        tempered_logprobs=tempered,
+        scored_logprobs=scored,
+        prompt_choices=choices[:, :, :6],
+        choices=choices[:, :, 6:].reshape(r.choices.shape),
+    )
+
+
+@pytest.fixture(scope="module")
+def exact(on_policy):
+    return compiled(EVEN, A16, on_policy)
+
+
+# One update
+
+
+def test_nothing_but_the_state_changes(exact, on_policy):
+    run, base = exact
+    before = quant.digest(base)
+    state, _ = run(on_policy)
+    assert quant.digest(base) == before
+    assert state.step == 42 and state.step.dtype == np.int32
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.adapter, EVEN.adapter)
+    assert min(jax.tree.leaves(moved)) > 0
+    for a, b in zip(jax.tree.leaves(run(on_policy)), jax.tree.leaves(run(on_policy))):
+        np.testing.assert_array_equal(a, b)  # nor do two runs differ
+
+
+def test_the_gradient_sees_the_samplers_bits(exact, on_policy):
+    """Inside `value_and_grad`, with rematerialization, the forward pass is the one that scored the completions."""
+    _, metrics = exact[0](on_policy)
+    for name in ("mismatch/max_abs_logprob_diff", "mismatch/mean_abs_logprob_diff", "mismatch/expert_flips", "ratio/clipped"):
+        assert metrics[name] == 0, name
+    assert metrics["ratio/max"] == 1 and metrics["ratio/mean"] == 1
+    mask, valid = masks(on_policy)
+    off = on_policy.scored_logprobs.copy()
+    off[tuple(np.argwhere(mask)[3])] += 0.25
+    off[~mask] = np.nan  # what padding holds is nobody's business
+    choices = on_policy.prompt_choices.copy()
+    choices[1, 0, 0, 0] += 1
+    _, metrics = exact[0](on_policy.replace(scored_logprobs=off, prompt_choices=choices))
+    assert metrics["mismatch/max_abs_logprob_diff"] == pytest.approx(0.25, rel=1e-5) and metrics["mismatch/expert_flips"] == 1
+    assert metrics["mismatch/mean_abs_logprob_diff"] == pytest.approx(0.25 / mask.sum(), rel=1e-5)
+
+
+def test_it_descends_the_loss(exact, on_policy):
+    """The step, of completions that are off policy, is that down the gradient of the mean loss: central differences of the float64
+    reference and loss, along random directions. A16, so within 1e-2; the metrics too."""
+    rng = np.random.default_rng(2)
+    mask, valid = masks(on_policy)
+    old = on_policy.tempered_logprobs + rng.normal(size=mask.shape).astype(f32) / 4
+    r = on_policy.replace(tempered_logprobs=np.where(mask, old, np.inf))
+    state, metrics = exact[0](r)
+    grads = jax.tree.map(lambda new, old: (old - new) / RATE, state.adapter, EVEN.adapter)
+    reference, _, base_choices = EVEN.reference(r)
+
+    def objective(adapter):
+        scored, entropy, choices = EVEN.reference(r, adapter)
+        tempered, _, _ = EVEN.reference(r, adapter, TEMPERATURE)
+        b = dict(tempered=tempered, old_tempered=old, scored=scored, reference=reference, advantage=ADVANTAGE, mask=mask)
+        total, sums = test_loss.expected(CFG, b)
+        sums = {k: v / mask.sum() for k, v in sums.items()} | {"loss": total / mask.sum(), "entropy": entropy.sum() / mask.sum()}
+        return sums, choices
+
+    expected, choices = objective(EVEN.adapter)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=3e-3), name
+    assert expected["ratio/clipped"] > 0.1 and expected["kl/ref"] > 0.01
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for _ in range(3):
+        direction = jax.tree.map(lambda g: rng.normal(size=g.shape) * np.abs(g).max(), grads)
+        ends = [objective(jax.tree.map(lambda w, d, h=h: w + h * d, EVEN.adapter, direction))[0]["loss"] for h in (-1e-4, 1e-4)]
+        slope = sum(np.sum(g * d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction)))
+        size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(direction)))
+        assert slope / size / norm == pytest.approx((ends[1] - ends[0]) / 2e-4 / size / norm, abs=1e-2)
+
+    # Loads of the experts, by the definitions of the metrics.
+    loads, base_loads = (np.zeros((EVEN.spec.layers, EVEN.spec.experts)) for _ in range(2))
+    for counts, chosen in ((loads, choices), (base_loads, base_choices)):
+        for (p, g), experts in chosen.items():
+            t = r.prompt_lengths[p]
+            for layer, row in enumerate(experts[:, 0 if g == 0 else t :]):  # a prompt is computed once for its group
+                np.add.at(counts[layer], row.reshape(-1), 1)
+    share, base_share = (x / x.sum(1, keepdims=True) for x in (loads, base_loads))
+    assert metrics["moe/load_max_over_mean"] == pytest.approx(share.max(1).mean() * EVEN.spec.experts, rel=1e-5)
+    assert metrics["moe/load_shift_from_base"] == pytest.approx(np.abs(share - base_share).sum(1).mean() / 2, rel=1e-5)
+
+
+def test_accumulation_cannot_be_seen(on_policy):
+    """1, 2 or 4 microbatches of prompts, whose completions differ in length: the same update to 1e-6, the same metrics."""
+    mask, _ = masks(on_policy)
+    assert len(set(mask.sum((1, 2)).tolist())) > 2
+    (state, metrics), *others = (compiled(SMALL, FLOAT, on_policy, n)[0](on_policy) for n in (1, 2, 4))
+    step = jax.tree.map(lambda a, b: a - b, state.adapter, SMALL.adapter)
+    for other, other_metrics in others:
+        jax.tree.map(
+            lambda a, b, s: np.testing.assert_allclose(a, b, atol=1e-6 * max(1, np.abs(s).max())), other.adapter, state.adapter, step
+        )
+        for name, value in metrics.items():
+            np.testing.assert_allclose(other_metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+    assert min(np.abs(s).max() for s in jax.tree.leaves(step)) > 1e-2
+
+
+# Its parts
+
+
+def optimizer_config(**changes):
+    fields = dict(learning_rate=0.5, warmup_steps=3, schedule="linear", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+    return ConfigDict(fields | changes)
+
+
+@pytest.mark.parametrize(
+    "schedule, warm, rates",
+    [
+        ("constant", 0, [8, 8, 8, 8, 8, 8, 8]),
+        ("constant", 3, [2, 4, 6, 8, 8, 8, 8]),
+        ("linear", 3, [2, 4, 6, 8, 6, 4, 2]),
+        ("linear", 0, [8, 48 / 7, 40 / 7, 32 / 7, 24 / 7, 16 / 7, 8 / 7]),
+        ("cosine", 3, [2, 4, 6, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
+        ("linear", 9, [0.8, 1.6, 2.4, 3.2, 4.0, 4.8, 5.6]),  # over before it is warm
+    ],
+)
+def test_schedule(schedule, warm, rates):
+    _, found = update.optimizer(optimizer_config(learning_rate=8.0, warmup_steps=warm, schedule=schedule), updates=7)
+    np.testing.assert_allclose([found(i) for i in range(7)], rates, rtol=1e-5)
+
+
+def test_adamw():
+    """The first update by hand: clipped to the norm, g / (|g| + eps) of it, decoupled decay, the first warm-up rate."""
+    tx, _ = update.optimizer(optimizer_config(eps=0.5, weight_decay=0.1, max_grad_norm=2.0), updates=7)
+    w, g = {"q": np.array([1.0, -2.0, 0.5], f32)}, {"q": np.array([3.0, -4.0, 0.0], f32)}
+    step, _ = jax.jit(lambda g, w: tx.update(g, tx.init(w), w))(g, w)
+    clipped = g["q"] * 2 / 5
+    np.testing.assert_allclose(step["q"], -0.5 / 4 * (clipped / (np.abs(clipped) + 0.5) + 0.1 * w["q"]), rtol=1e-5, atol=1e-7)
+
+
+def test_packed_inputs():
+    """A prompt, then its completions at the positions that follow it; the last token of each predicts nothing and is not fed."""
+    logprobs = np.zeros((2, 2, 3), f32)
+    r = Rollout(
+        np.array([[5, 6, 0], [7, 8, 9]]), np.array([2, 3]), np.arange(12).reshape(2, 2, 3) + 20, np.array([[3, 1], [2, 3]]),
+        np.ones((2, 2), bool), logprobs, logprobs, logprobs, None, None,
+    )  # fmt: skip
+    tokens, positions, fed = update.packed_inputs(r)
+    assert tokens.tolist() == [[5, 6, 0, 20, 21, 22, 23, 24, 25], [7, 8, 9, 26, 27, 28, 29, 30, 31]]
+    assert positions.tolist() == [[0, 1, 2, 2, 3, 4, 2, 3, 4], [0, 1, 2, 3, 4, 5, 3, 4, 5]]
+    assert fed.astype(int).tolist() == [[1, 1, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0]]
+
+
+def test_expert_loads():
+    choices = np.array([[[[0, 2], [2, 1]]], [[[1, 0], [0, 1]]]], np.int16)  # [L, P, M, k]
+    assert update.expert_loads(choices, np.array([[True, True]]), 3).tolist() == [[1, 1, 2], [2, 2, 0]]
+    assert update.expert_loads(choices, np.array([[True, False]]), 3).tolist() == [[1, 0, 1], [1, 1, 0]]
+
+
+def test_take(on_policy):
+    part = update.take(on_policy, 1, 2)
+    assert part.tokens.shape == (2, 2, 5) and part.choices.shape == (2, 2, 2, 5, 2) and part.prompt_choices.shape == (2, 2, 6, 2)
+    np.testing.assert_array_equal(part.scored_logprobs, on_policy.scored_logprobs[1:3])
+    np.testing.assert_array_equal(part.choices, on_policy.choices[:, 1:3])
+    np.testing.assert_array_equal(part.prompt_choices, on_policy.prompt_choices[:, 1:3])
