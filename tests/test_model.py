@@ -64,7 +64,7 @@ class World:
         return self.base.replace(layers=layers, head=reference.decode(self.base.head))
 
     def reference(self, r, adapter=None, temperature=1.0):
-        """Logprobs (at the temperature) and entropies [P, G, C] of the completions' tokens, 0 beyond their ends; experts of what is fed by (p, g)."""
+        """Logprobs (at the temperature) and entropies [P, G, C] of completions, 0 beyond their ends; experts of what is fed, by (p, g)."""
         adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in (adapter or {}).items()}
         out, entropy, choices = np.zeros(r.tokens.shape), np.zeros(r.tokens.shape), {}
         for p, g in np.ndindex(r.lengths.shape):
