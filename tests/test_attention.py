@@ -122,20 +122,15 @@ def test_rope_table():
 
 @pytest.mark.parametrize("d", (8, 24))
 def test_rotate(d):
-    """The reference's rotation; and bits that do not depend on how many rows are rotated at once."""
+    """The reference's rotation; and the bits of single operations, which no fusion may make an FMA, for any number of rows."""
     x = np.random.default_rng(d).normal(size=(7, 3, d)).astype(f32)
     cos, sin = attention.rope_table(40, d, 1e4)
     positions = np.array([0, 1, 2, 17, 39, 5, 5])
-
-    @jax.jit
-    def run(x):
-        angles = cos[positions], sin[positions]
-        whole = [attention.rotate(x, *angles, exact) for exact in (False, True)]
-        return whole, [attention.rotate(x[a:b], *(t[a:b] for t in angles), True) for a, b in ((0, 1), (2, 5))]
-
-    (plain, fenced), parts = run(x)
+    angles = cos[positions], sin[positions]
+    rotate = functools.partial(jax.jit, attention.rotate, static_argnums=3)
     expected = [[reference.rotate(row, p, 1e4) for row in rows.astype(np.float64)] for rows, p in zip(x, positions)]
-    for y in (plain, fenced):
+    fenced = rotate()(x, *angles, True)
+    for y in (fenced, rotate()(x, *angles, False)):
         np.testing.assert_allclose(y, expected, atol=2e-6)
-    for part, (a, b) in zip(parts, ((0, 1), (2, 5))):
-        np.testing.assert_array_equal(part, fenced[a:b])
+    unfused = rotate(compiler_options={"xla_disable_hlo_passes": "fusion"})
+    np.testing.assert_array_equal(unfused(x[2:5], *(t[2:5] for t in angles), True), fenced[2:5])
