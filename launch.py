@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     elif values.mode == "eval":
         from rl_adapter import evaluate
 
-        evaluate.run(config, workdir)
+        evaluate.run(config, workdir, override_identity=values.override_identity)
     elif values.mode == "sweep":
         from rl_adapter import sweep
 

@@ -191,7 +191,8 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     Evaluation and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
     more steps merely extend it.
     """
-    watched = ("eval.", "checkpoint.") + (("steps",) if config.optimizer.schedule == "constant" else ())
+    # The base is compared by its digest, not by where it lies.
+    watched = ("eval.", "checkpoint.", "model") + (("steps",) if config.optimizer.schedule == "constant" else ())
     return {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
 
 
