@@ -49,7 +49,7 @@ def _(primals, tangents):
 
 def power_of_two_above(m: Array) -> Array:
     """The smallest power of two strictly above m >= 0, from the exponent bits; NaN where m is not finite."""
-    exponent = jax.lax.bitcast_convert_type(jnp.maximum(m, 1e-30).astype(f32), i32) >> 23
+    exponent = jax.lax.bitcast_convert_type(jnp.maximum(m, 1e-20).astype(f32), i32) >> 23
     return jnp.where(jnp.isfinite(m), jax.lax.bitcast_convert_type((exponent + 1) << 23, f32), jnp.nan)
 
 
@@ -173,14 +173,21 @@ def exact_sum(x: Array, axis: int = -1) -> Array:
     """
     x = jnp.moveaxis(x, axis, -1)
     n = x.shape[-1]
-    if n > 2048:
-        fold = _largest_divisor(n, 1024)
-        if fold == 1:
-            fold, x = 1024, jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % 1024)])
-        x = exact_sum(x.reshape(*x.shape[:-1], -1, fold), -1)[..., 0]
+    if n <= 2048:
+        return jnp.moveaxis(_int32_sum(x, fine=False), -1, axis)
+    fold = next((d for d in (128, 96, 64) if n % d == 0), 128)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % fold)])
+    return jnp.moveaxis(_int32_sum(_int32_sum(x.reshape(*x.shape[:-1], -1, fold), fine=False)[..., 0], fine=True), -1, axis)
+
+
+def _int32_sum(x: Array, fine: bool) -> Array:
+    """Fine: with what the first rounding left, to 2^-18 of it, so that many terms too small for the first are not lost together."""
     s = power_of_two_above(jnp.max(jnp.abs(x), -1, keepdims=True)) * 2.0 ** (math.ceil(math.log2(max(x.shape[-1], 2))) - 30)
-    total = jnp.sum(jnp.round(x / s).astype(i32), -1, keepdims=True).astype(f32) * s
-    return jnp.moveaxis(total, -1, axis)
+    q = jnp.round(x / s)
+    add = lambda q: jnp.sum(q.astype(i32), -1, keepdims=True).astype(f32)
+    if not fine:
+        return add(q) * s
+    return add(q) * s + add(jnp.round((x - q * s) / (s * 2.0**-18))) * (s * 2.0**-18)  # every product is exact
 
 
 @exact_sum.defjvp
