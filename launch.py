@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv)
-    except ValueError as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -84,7 +84,7 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
         segments: pairs of Keys and a mask, broadcastable to [P, G, M, S]; every query must see at least one key.
     """
     p_, g_, m_, h, d = q.shape
-    heads = segments[0][0].k[0].shape[-3]
+    heads = segments[0][0].k[0].shape[1]
     q = jnp.moveaxis(q.reshape(p_, g_, m_, heads, h // heads, d), (3, 4), (1, 3))  # [P, K, G, r, M, d]
     scale = np.float32(1 / np.sqrt(d))
     masks = [mask[:, None, :, None] for _, mask in segments]  # [P, 1, G, 1, M, S]

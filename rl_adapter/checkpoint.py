@@ -55,20 +55,29 @@ class Checkpoints:
       identity: what the run's bits depend on (base digest, config fields, package versions), as JSON; may be nested.
       every: a `save` without `force` is skipped unless its step is a multiple of this; 0 skips them all.
       keep: how many of the last steps are kept.
+      read_only: touch nothing, for a reader beside a run that may be saving.
       override: go on although the identity differs, and record the new one.
 
     Raises:
       ValueError: the directory holds checkpoints of another identity; the message has each field with both values.
     """
 
-    def __init__(self, directory: str | os.PathLike, identity: Mapping[str, Any], every: int, keep: int, override: bool = False):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        identity: Mapping[str, Any],
+        every: int,
+        keep: int,
+        override: bool = False,
+        read_only: bool = False,
+    ):
         if keep < 1 or every < 0:
             raise ValueError(f"checkpoint: found keep={keep}, every={every}, need keep >= 1 and every >= 0")
         self._directory = pathlib.Path(directory).absolute()
         self._every = every
         self._checked: set[int] = set()  # steps known to be readable
         self._directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):  # of a process that was killed
+        for leftover in () if read_only else self._directory.glob("*.orbax-checkpoint-tmp*"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -76,11 +85,18 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, save_root_metadata=False, enable_async_checkpointing=True),
         )
         self._check_identity(json.loads(json.dumps(identity)), override)
+        if not read_only:
+            write_atomically(self._directory / "identity.json", json.dumps(identity, indent=1, sort_keys=True))
 
     def _check_identity(self, identity: dict, override: bool) -> None:
         path = self._directory / "identity.json"
-        if path.exists() and self._manager.all_steps():
-            old, new = _flat(json.loads(path.read_text())), _flat(identity)
+        if self._manager.all_steps():
+            try:
+                old, new = _flat(json.loads(path.read_text())), _flat(identity)
+            except (OSError, ValueError, AttributeError) as error:
+                if override:
+                    return
+                raise ValueError(f"{path}: found {error}, need the identity of the checkpoints beside it, or --override_identity") from None
             differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k, _MISSING) != new.get(k, _MISSING)]
             lines = [f"  {k}: the checkpoint has {old.get(k, _MISSING)!r}, this run {new.get(k, _MISSING)!r}" for k in differ]
             if differ and not override:
@@ -88,7 +104,6 @@ class Checkpoints:
                 raise ValueError("\n".join([f"checkpoint identity of {self._directory}: found {len(differ)} differences, {need}", *lines]))
             if differ:
                 logging.warning("resuming despite another identity:\n%s", "\n".join(lines))
-        write_atomically(path, json.dumps(identity, indent=1, sort_keys=True))
 
     def save(self, step: int, tree: PyTree, cursor: Mapping[str, Any], force: bool = False) -> bool:
         """Starts saving in the background; the arrays are copied before this returns, so they may be donated after.

@@ -25,7 +25,7 @@ GROUPS = ("attention", "experts", "router", "head")
 def default() -> ConfigDict:
     """The default configuration, locked. Units and constraints stand beside each field."""
     c = ConfigDict()
-    c.seed = 0  # int >= 0; keys adapter init and every sampled token
+    c.seed = 0  # int in 0 .. 2^32 - 1; keys adapter init and every sampled token
     c.steps = 100  # int >= 1; rollout batches trained on, in all (a resumed run goes on to this number)
     c.model = ""  # directory in HF layout; '' = the base that ships with the package
     c.numerics = "exact"  # 'exact' (integer contractions, same bits everywhere) | 'float' (dequantize and multiply)
@@ -61,7 +61,7 @@ def default() -> ConfigDict:
     d.kinds = ("chain_sum", "leg_counting", "base_conversion")  # one or more, distinct, of environments.arithmetic.KINDS
     d.train_size = 4096  # problems >= 1 to train on
     d.eval_size = 256  # problems >= 1 held out, split from train by question
-    d.seed = 0  # int >= 0; seed of the generated problems and of their order
+    d.seed = 0  # int in 0 .. 2^32 - 1; seed of the generated problems and of their order
     d.train_path = ""  # JSON-lines file of problems; '' = generated
     d.eval_path = ""  # as train_path
     d.max_prompt_tokens = 64  # tokens >= 1; a longer prompt is an error, never cut
@@ -70,7 +70,7 @@ def default() -> ConfigDict:
     r.prompts = 16  # prompts in a step >= 1; divisible by optimizer.minibatches * optimizer.accumulate
     r.group = 8  # completions of one prompt >= 2 (advantages are relative to the group)
     r.max_new_tokens = 32  # tokens >= 1
-    r.temperature = 1.0  # > 0
+    r.temperature = 1.0  # >= 0.001
     r.top_k = 0  # tokens kept >= 1; 0 = off
     r.top_p = 1.0  # probability mass kept, in (0, 1]; 1.0 = off
 
@@ -113,20 +113,23 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
 
 
 # field -> (holds, what is needed)
-_AT_LEAST_0 = (lambda v: v >= 0, "at least 0")
+_SEED = (lambda v: 0 <= v < 2**32, "in 0 .. 2^32 - 1")
+_AT_LEAST_0 = (lambda v: 0 <= v < float("inf"), "at least 0 and finite")
 _AT_LEAST_1 = (lambda v: v >= 1, "at least 1")
 _POSITIVE = (lambda v: 0 < v < float("inf"), "a finite number above 0")
 _FRACTION = (lambda v: 0 <= v < 1, "in [0, 1)")
 _RANGES = {
-    **{f: _AT_LEAST_0 for f in ("seed", "data.seed", "mesh.data", "adapter.rank", "rollout.top_k")},
+    **{f: _AT_LEAST_0 for f in ("mesh.data", "adapter.rank", "rollout.top_k")},
+    **{f: _SEED for f in ("seed", "data.seed")},
     **{f: _AT_LEAST_0 for f in ("loss.clip_high", "loss.kl", "optimizer.warmup_steps", "optimizer.weight_decay")},
     **{f: _AT_LEAST_0 for f in ("eval.every", "checkpoint.every", *(f"adapter.{g}.rank" for g in GROUPS))},
     **{f: _AT_LEAST_1 for f in ("steps", "mesh.expert", "mesh.model", "data.train_size", "data.eval_size")},
     **{f: _AT_LEAST_1 for f in ("data.max_prompt_tokens", "rollout.prompts", "rollout.max_new_tokens", "checkpoint.keep")},
     **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "optimizer.accumulate", "eval.examples", "eval.batch")},
-    **{f: _POSITIVE for f in ("rollout.temperature", "loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
+    **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
+    "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
     "rollout.group": (lambda v: v >= 2, "at least 2: advantages are relative to the group"),
     "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),

@@ -1,6 +1,7 @@
 """Held-out greedy accuracy, by the very sampler and numerics that training uses."""
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -62,7 +63,9 @@ def by_kind(problems: list, rewards: np.ndarray) -> dict[str, float]:
 
 def identity(config: ConfigDict, digest: str) -> dict:
     """What a checkpoint belongs to."""
-    return {"base_digest": digest, "config": configs.identity(config), "packages": monitor.versions()}
+    path = config.data.train_path
+    file = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest() if path else ""
+    return {"base_digest": digest, "train_file": file, "config": configs.identity(config), "packages": monitor.versions()}
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
@@ -73,14 +76,15 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     session = sessions.open_session(config)
     data = sessions.open_data(config, session, "eval")
     with checkpoint.Checkpoints(
-        directory / "checkpoints", identity(config, session.digest), 0, config.checkpoint.keep, override_identity
+        directory / "checkpoints", identity(config, session.digest), 0, config.checkpoint.keep, override_identity, read_only=True
     ) as saved:
         step = saved.latest()
         if step is None:
             raise ValueError(f"--workdir: found no checkpoint in {directory}; train there first (--mode=train)")
         adapter = sessions.init_adapter(config, session)
         state = saved.restore(step, new_state(config, adapter))[0]
-    table = Table("model", "accuracy", "95 % interval", *sorted(set(config.data.kinds)), title=f"greedy, step {step}")
+    names = list(by_kind(data.problems, np.zeros(min(config.eval.examples, len(data.problems)))))
+    table = Table("model", "accuracy", "95 % interval", *names, title=f"greedy, step {step}")
     result = {"step": step}
     for name, weights in (("base", None), ("adapter", state.adapter)):
         rewards, _ = greedy(config, session, data, weights)
@@ -91,7 +95,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             name,
             f"{rewards.mean():.1%}",
             f"{low:.1%} - {high:.1%}",
-            *(f"{kinds.get(k, float('nan')):.1%}" for k in sorted(set(config.data.kinds))),
+            *(f"{kinds[k]:.1%}" for k in names),
         )
     Console().print(table)
     write_atomically(directory / "eval.json", json.dumps(result, indent=1))

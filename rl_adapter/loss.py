@@ -19,10 +19,10 @@ class GRPO:
 
 
 def k3(logprob: Array, reference: Array) -> Array:
-    """Unbiased, non-negative estimate of KL(policy | reference) at sampled tokens: r - 1 - log r, r = reference / policy (Schulman 2020,
-    joschu.net/blog/kl-approx.html)."""
+    """Non-negative estimate of KL(policy | reference) at sampled tokens: r - 1 - log r, r = reference / policy (Schulman 2020,
+    joschu.net/blog/kl-approx.html). Unbiased where the tokens were sampled from the policy itself: temperature 1, no truncation."""
     log_ratio = reference - logprob
-    return jnp.exp(log_ratio) - 1 - log_ratio
+    return jnp.expm1(log_ratio) - log_ratio
 
 
 def grpo(

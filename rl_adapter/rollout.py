@@ -69,7 +69,7 @@ def truncate(z: Array, top_k: int, top_p: float) -> Array:
         p = numerics.exp(ordered - ordered[..., :1])
         p = jnp.round(numerics.divide_rows(p, numerics.exact_sum(p)) * 2.0**24).astype(jnp.int32)
         before = jnp.cumsum(p, -1) - p
-        kept = before < jnp.int32(round(top_p * 2.0**24))
+        kept = before < jnp.int32(max(1, round(top_p * 2.0**24)))  # the likeliest token is always kept
         z = jnp.where(z < jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True), MASKED, z)
     return z
 

@@ -34,8 +34,8 @@ def setup(devices: int = 0) -> None:
       devices: how many devices to run on; 0 leaves the backend's own number. On CPU they are virtual: threads of one
         process. An accelerator's number cannot be changed here, only checked.
     """
-    if devices < 0:
-        raise ValueError(f"--devices: found {devices}, need 0 (the backend's own number) or more")
+    if not 0 <= devices <= 1024:
+        raise ValueError(f"--devices: found {devices}, need 0 (the backend's own number) to 1024")
     jax.config.update("jax_compilation_cache_dir", str(cache_dir()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -26,6 +26,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     """
     started = time.monotonic()
     workdir = pathlib.Path(workdir)
+    if monitor.finished(workdir, config) and not override_identity:
+        print(f"{workdir} holds a finished run of this config; its summary:\n{json.dumps(monitor.summary(workdir), indent=1)}")
+        return monitor.summary(workdir)
     session = sessions.open_session(config)
     train_data, eval_data = (sessions.open_data(config, session, split) for split in ("train", "eval"))
     if len(train_data.problems) < config.rollout.prompts:
@@ -47,23 +50,25 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
             log.note(f"base {session.digest[:12]}  {session.report['bytes']} bytes  mesh {dict(session.model.mesh.shape)}")
             log.note(f"trained parameters: {lora.count(state.adapter):,}" + (f"  resuming after step {start}" if start else ""))
+            examples = min(config.eval.examples, len(eval_data.problems))
             base_accuracy = cursor.get("base_accuracy")
-            if base_accuracy is None:
+            if base_accuracy is None or cursor["examples"] != examples:
                 base_accuracy = evaluation(config, session, eval_data, None, workdir / "eval_base.json")
-            log.note(f"base accuracy {base_accuracy:.1%} on {min(config.eval.examples, len(eval_data.problems))} held-out problems")
+            log.note(f"base accuracy {base_accuracy:.1%} on {examples} held-out problems")
             for step in range(start, config.steps):
                 state, metrics = train_step(config, session, train_data, next(batches), state, tx, step, workdir)
                 metrics["learning_rate"] = float(schedule(int(state.step) - 1))
                 if config.eval.every and (step + 1) % config.eval.every == 0:
                     metrics["eval/accuracy"] = evaluation(config, session, eval_data, state.adapter, None)
                 log.log(step, metrics)
-                saved.save(step + 1, state, {"data": batches.get_state(), "base_accuracy": base_accuracy}, force=step + 1 == config.steps)
+                at = {"data": batches.get_state(), "base_accuracy": base_accuracy, "examples": examples}
+                saved.save(step + 1, state, at, force=step + 1 == config.steps)
             accuracy = evaluation(config, session, eval_data, state.adapter, workdir / "eval_adapter.json")
             saved.wait()
             summary = {
                 "eval/base_accuracy": base_accuracy,
                 "eval/accuracy": accuracy,
-                "eval/examples": min(config.eval.examples, len(eval_data.problems)),
+                "eval/examples": examples,
                 "wall_s": time.monotonic() - started,
                 "steps": config.steps,
                 "trained_parameters": lora.count(state.adapter),
