@@ -20,6 +20,7 @@ from rl_adapter.types import Numerics, Rollout
 
 f32 = np.float32
 FLOAT, A16 = Numerics("float"), Numerics("exact", 16)
+# To compile in a third of the time. One constant for all tests, so that it can go when these options do.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -140,6 +141,8 @@ def scorer(world, numeric, mesh=None, grads=False, adapted=True, **options):
         mask, valid = masks(r)
         where = meshes.rows(mesh) if mesh else None
         r = r.replace(prompt_choices=None, choices=None)
+        if mesh:
+            adapter = jax.device_put(adapter, meshes.adapter_shardings(mesh, adapter))
         (_, (scored, entropy, choices)), gradient = jax.device_get(program(adapter, base, *jax.device_put((r, weights_of(r)), where)))
         return Scores(np.where(mask, scored, 0), np.where(mask, entropy, 0), np.where(valid[None, ..., None], choices, 0), gradient)
 

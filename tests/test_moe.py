@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from test_model import QUICK
 
 from rl_adapter import lora, moe, quant
 from rl_adapter import mesh as meshes
@@ -14,7 +15,6 @@ from rl_adapter.types import Numerics
 
 f32 = np.float32
 FLOAT, A16 = Numerics("float"), Numerics("exact", 16)
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
 N, D, F, E, K = 40, 64, 32, 8, 3
 SCALES = (("gate", 1.5), ("up", 2.0), ("down", 0.5))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from test_model import EVEN, ODD, QUICK
+from test_model import EVEN, ODD, QUICK, World
 
 from rl_adapter import lora, rollout, update
 from rl_adapter import mesh as meshes
@@ -105,9 +105,22 @@ def test_sampled_and_trained_bits_are_the_same(adapted):
     check_scores(adapted, *scores(EVEN, A16, adapted, EVEN.adapter, SAMPLING.temperature))
 
 
-def test_with_8_bits_too():
-    r = sampler(ODD, A8, compiler_options=QUICK)()
-    check_scores(r, *scores(ODD, A8, r, None, SAMPLING.temperature))
+@pytest.mark.parametrize("seed", range(2))
+def test_of_any_shape(seed):
+    """The same for random models, adapters, samplers and batches, with 8 bits and with 16."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *choices: choices[rng.integers(len(choices))]
+    kv, numeric, group = pick(1, 2, 3), (A8, A16)[seed], pick(*lora.GROUPS)
+    spec = dict(layers=pick(1, 2, 3), d_model=pick(32, 40, 72), kv_heads=kv, heads=kv * pick(1, 2, 3), head_dim=pick(8, 16, 24))
+    spec |= dict(experts=pick(3, 5, 9), experts_per_token=pick(1, 2, 3), d_expert=pick(18, 32, 50), vocab=pick(31, 100, 257))
+    ranks = tuple((g, 2 * (g == group)) for g in lora.GROUPS)
+    adapter_spec = lora.AdapterSpec(ranks, tuple((g, 3.0) for g in lora.GROUPS), pick(True, False), pick(True, False))
+    world = World(seed, pick("int4", "int8"), adapter_spec, tuple((spec | {"norm_topk_prob": pick(True, False)}).items()))
+    p, g, t, c = pick(1, 3, 5), pick(2, 3), pick(2, 7, 13), pick(5, 9)
+    sampling = rollout.Sampling(g, c, (1, 2, 3), 0, pick(0.7, 1.0, 1.3), pick(0, 5), pick(0.8, 1.0))
+    inputs = rng.integers(0, 31, (p, t)).astype(np.int32), rng.integers(1, t + 1, p).astype(np.int32), np.arange(p, dtype=np.int32)
+    r = sampler(world, numeric, sampling, adapted=True, compiler_options=QUICK)(*inputs, seed, world.adapter)
+    check_scores(r, *scores(world, numeric, r, world.adapter, sampling.temperature))
 
 
 def test_completions_know_no_row(generate, adapted):
