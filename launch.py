@@ -3,6 +3,8 @@
     python launch.py                                        trains experiments/quickstart.py in runs/quickstart
     python launch.py --config=FILE[:arg] --config.adapter.rank=4 --workdir=runs/rank4
     python launch.py --mode=eval|sweep|consistency          on the same config and directory
+    python launch.py --mode=export --layout=fused           the run's adapter for peft; merged, or for serving engines
+    python launch.py --adapter=DIR                          starts from an adapter in PEFT's format
 
 A run that was stopped goes on where it was: repeat the command.
 """
@@ -19,7 +21,8 @@ from rl_adapter import config as config_lib
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEFAULT_CONFIG = "experiments/quickstart.py"
-MODES = ("train", "eval", "sweep", "consistency")
+MODES = ("train", "eval", "sweep", "consistency", "export")
+LAYOUTS = ("per-expert", "fused", "fused-0.18", "merged", "merged-requantized")
 
 
 def config_file(argv: list[str]) -> tuple[str, list[str]]:
@@ -58,6 +61,9 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, str]:
     config_flags.DEFINE_config_dict("config", config, "the experiment, FILE[:arg]", flag_values=values, sys_argv=argv)
     flags.DEFINE_string("workdir", f"runs/{pathlib.Path(path).stem}", "directory of the run", flag_values=values)
     flags.DEFINE_enum("mode", "train", MODES, "what to do", flag_values=values)
+    flags.DEFINE_string("adapter", "", "PEFT directory of the adapter to start from (--config.adapter.init)", flag_values=values)
+    flags.DEFINE_enum("layout", "per-expert", LAYOUTS, "of an export: keys for serving engines, for peft, or merged", flag_values=values)
+    flags.DEFINE_string("out", "", "directory of an export; '': WORKDIR/export-LAYOUT", flag_values=values)
     flags.DEFINE_integer("devices", 0, "number of devices, virtual on CPU; 0: the backend's own", flag_values=values)
     flags.DEFINE_boolean("override_identity", False, "resume despite another base, config or package version", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", flag_values=values)
@@ -74,6 +80,8 @@ def parse(argv: list[str]) -> tuple[flags.FlagValues, str]:
         raise ValueError(f"{e}{need}") from e
     if extra:
         raise ValueError(f"arguments: found {' '.join(extra)!r}, need flags only (--name=value)")
+    if values.adapter:
+        values.config.adapter.init = values.adapter
     return values, file
 
 
@@ -97,6 +105,10 @@ def main(argv: list[str]) -> None:
         from rl_adapter import evaluate
 
         evaluate.run(config, workdir, override_identity=values.override_identity)
+    elif values.mode == "export":
+        from rl_adapter import export
+
+        export.run(config, workdir, values.layout, values.out, override_identity=values.override_identity)
     elif values.mode == "sweep":
         from rl_adapter import sweep
 

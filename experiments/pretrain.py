@@ -23,12 +23,12 @@ from absl import app, flags
 
 from experiments import corpus
 from rl_adapter import attention, model, quant, runtime
-from rl_adapter.hub import save
+from rl_adapter.hub import rope, save
 from rl_adapter.types import Base, Layer, Numerics, Spec
 
 SPEC = Spec(
     layers=4, d_model=128, heads=4, kv_heads=2, head_dim=32, experts=16, experts_per_token=2, d_expert=128, vocab=145,
-    norm_eps=1e-6, rope_theta=10_000.0, norm_topk_prob=True, tie_embeddings=False, max_positions=512,
+    norm_eps=1e-6, rope=rope.plain(10_000.0, 32), qk_norm="head", norm_topk_prob=True, tie_embeddings=False, max_positions=512,
 )  # fmt: skip
 GROUP = 32  # input features that share a scale
 MODEL = model.Model(SPEC, None, Numerics("float"), None, remat=False)
@@ -56,14 +56,14 @@ def init(key) -> Base:
         gate=weight(s.layers, s.experts, s.d_model, s.d_expert), up=weight(s.layers, s.experts, s.d_model, s.d_expert),
         down=weight(s.layers, s.experts, s.d_expert, s.d_model) * deep,
     )  # fmt: skip
-    return Base(jax.random.normal(next(keys), (s.vocab, s.d_model)) * 0.5, layers, ones(s.d_model), weight(s.d_model, s.vocab))
+    return Base(jax.random.normal(next(keys), (s.vocab, s.d_model)) * 0.5, (layers,), ones(s.d_model), weight(s.d_model, s.vocab))
 
 
 def round_weights(params: Base) -> Base:
     """The model as it will be deployed."""
-    layers = {n: quant.fake_quantize(getattr(params.layers, n), GROUP) for n in ("q", "k", "v", "o", "gate", "up", "down")}
-    cos_sin = attention.rope_table(64, SPEC.head_dim, SPEC.rope_theta)
-    return params.replace(layers=params.layers.replace(**layers), rope=cos_sin)
+    (layers,) = params.layers
+    rounded = {n: quant.fake_quantize(getattr(layers, n), GROUP) for n in ("q", "k", "v", "o", "gate", "up", "down")}
+    return params.replace(layers=(layers.replace(**rounded),), rope=attention.rope_table(64, SPEC.rope))
 
 
 def token_losses(rounded: Base, tokens, lengths, mask):

@@ -13,9 +13,23 @@ import numpy as np
 from flax import struct
 
 from rl_adapter import numerics
-from rl_adapter.types import Array, Numerics
+from rl_adapter.types import Array, Numerics, Rope
 
 f32 = jnp.float32
+
+
+@struct.dataclass
+class Rules:
+    """What a layer's attention is told beside queries, keys and values."""
+
+    scale: float = struct.field(pytree_node=False)  # multiplies q k
+    latent: int = struct.field(pytree_node=False, default=0)  # values are the first so many features of the keys; 0: they are given
+    window: Array | None = None  # [] int32: keys that a query sees, itself included; 0: all before it
+    sinks: Array | None = None  # [H]: a logit of each head's softmax that belongs to no key
+
+    def within(self, distance: Array) -> Array | bool:
+        """Whether a key so many tokens before its query is seen."""
+        return True if self.window is None else (self.window == 0) | (distance < self.window)
 
 
 @struct.dataclass
@@ -24,17 +38,26 @@ class Keys:
 
     k: tuple[Array, ...]  # slices of [P, K, (G,) S, d], the high one first
     k_scale: Array | None  # [P, K, (G,) S]
-    v: tuple[Array, ...]
+    v: tuple[Array, ...] | None  # None: `Rules.latent`, so that a token's latent is kept once
     v_scale: Array | None
 
+    def values(self, rules: Rules) -> tuple[tuple[Array, ...], Array | None]:
+        if self.v is not None:
+            return self.v, self.v_scale
+        return tuple(k[..., : rules.latent] for k in self.k), self.k_scale
 
-def encode(k: Array, v: Array, numeric: Numerics) -> Keys:
+
+def encode(k: Array, v: Array | None, numeric: Numerics) -> Keys:
     """k, v [P, (G,) S, K, d] -> Keys."""
-    k, v = jnp.moveaxis(k, -2, 1), jnp.moveaxis(v, -2, 1)
-    if not numeric.exact:
-        return Keys((k,), None, (v,), None)
-    (kq, ks), (vq, vs) = (numerics.fixed_point(a, numeric.act_bits) for a in (k, v))
-    return Keys(numerics.slices(kq, numeric.act_bits), ks[..., 0], numerics.slices(vq, numeric.act_bits), vs[..., 0])
+
+    def one(x):
+        x = jnp.moveaxis(x, -2, 1)
+        if not numeric.exact:
+            return (x,), None
+        q, s = numerics.fixed_point(x, numeric.act_bits)
+        return numerics.slices(q, numeric.act_bits), s[..., 0]
+
+    return Keys(*one(k), *(one(v) if v is not None else (None, None)))
 
 
 def _shared(keys: Keys) -> bool:
@@ -76,8 +99,8 @@ def _tokens_first(x: Array) -> Array:
     return x.reshape(*x.shape[:3], -1, x.shape[-1])
 
 
-def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics) -> Array:
-    """softmax(q k / sqrt(d)) v over all segments together: [P, G, M, H, d].
+def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], rules: Rules, numeric: Numerics) -> Array:
+    """softmax(scale q k) v over all segments together: [P, G, M, H, width of v].
 
     Args:
         q: [P, G, M, H, d].
@@ -86,16 +109,18 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
     p_, g_, m_, h, d = q.shape
     heads = segments[0][0].k[0].shape[1]
     q = jnp.moveaxis(q.reshape(p_, g_, m_, heads, h // heads, d), (3, 4), (1, 3))  # [P, K, G, r, M, d]
-    scale = np.float32(1 / np.sqrt(d))
     masks = [mask[:, None, :, None] for _, mask in segments]  # [P, 1, G, 1, M, S]
+    values = [keys.values(rules) for keys, _ in segments]
+    sinks = None if rules.sinks is None else rules.sinks.reshape(1, heads, 1, -1, 1, 1)
     if not numeric.exact:
-        scores = [jnp.einsum(f"pkgrmd,{_letters(s)}td->pkgrmt", q, s.k[0], precision="highest") * scale for s, _ in segments]
+        dot = functools.partial(jnp.einsum, precision="highest")
+        scores = [dot(f"pkgrmd,{_letters(s)}td->pkgrmt", q, s.k[0]) * rules.scale for s, _ in segments]
+        scores = [jnp.where(m, s, -1e30) for m, s in zip(masks, scores)]
+        if sinks is not None:
+            scores.append(jnp.broadcast_to(sinks, (*scores[0].shape[:-1], 1)))
         sizes = np.cumsum([s.shape[-1] for s in scores])[:-1]
-        masked = jnp.where(
-            jnp.concatenate([jnp.broadcast_to(m, s.shape) for m, s in zip(masks, scores)], -1), jnp.concatenate(scores, -1), -1e30
-        )
-        parts = jnp.split(jax.nn.softmax(masked, -1), sizes, -1)
-        out = sum(jnp.einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", p, s.v[0], precision="highest") for p, (s, _) in zip(parts, segments))
+        parts = jnp.split(jax.nn.softmax(jnp.concatenate(scores, -1), -1), sizes, -1)
+        out = sum(dot(f"pkgrmt,{_letters(s)}td->pkgrmd", p, v[0]) for p, (s, _), (v, _) in zip(parts, segments, values))
         return _tokens_first(out)
     bits = numeric.act_bits
     q_int, q_scale = numerics.fixed_point(q, bits)
@@ -103,54 +128,59 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], numeric: Numerics
     scores = []
     for (s, _), mask in zip(segments, masks):
         product = _join(_integer_einsum(f"pkgrmd,{_letters(s)}td->pkgrmt", q_slices, s.k), len(q_slices))
-        product = numerics.fence(product * scale) * (q_scale * _over_queries(s.k_scale))
+        product = numerics.fence(product * np.float32(rules.scale)) * (q_scale * _over_queries(s.k_scale))
         scores.append(jnp.where(mask, product, -1e30))
-    top = functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores])
+    top = functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores] + ([] if sinks is None else [sinks]))
     p = [jnp.where(mask, numerics.exp(s - top), 0.0) for s, mask in zip(scores, masks)]
-    total = numerics.sum_of_probabilities(p)
-    weighted = [x * _over_queries(s.v_scale) for x, (s, _) in zip(p, segments)]  # exact: the scale is a power of two
+    total = numerics.sum_of_probabilities(p if sinks is None else [*p, numerics.exp(sinks - top)])
+    weighted = [x * _over_queries(scale) for x, (_, scale) in zip(p, values)]  # exact: the scale is a power of two
     largest = functools.reduce(jnp.maximum, [jnp.max(x, -1, keepdims=True) for x in weighted])
     w_scale = numerics.fixed_point_scale(largest, bits)
     places = None
-    for x, (s, _) in zip(weighted, segments):
+    for x, (s, _), (v, _) in zip(weighted, segments, values):
         x_slices = numerics.slices(numerics.to_integers(x, w_scale, bits), bits)
-        part = _integer_einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", x_slices, s.v)
+        part = _integer_einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", x_slices, v)
         places = part if places is None else [a + b for a, b in zip(places, part)]
     out = numerics.divide_rows(_join(places, 1 if bits == 8 else 2) * w_scale, total)
     return _tokens_first(out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def attend_differentiable(q: Array, kv: tuple[tuple[Array, Array], ...], masks: tuple[Array, ...], numeric: Numerics) -> Array:
-    """`attend` from float keys and values ([P, (G,) S, K, d] each), with the derivative of its float twin at the same inputs."""
-    return attend(q, tuple((encode(k, v, numeric), mask) for (k, v), mask in zip(kv, masks)), numeric)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend_differentiable(q: Array, kv: tuple, masks: tuple[Array, ...], rules: Rules, numeric: Numerics) -> Array:
+    """`attend` from float keys and values ([P, (G,) S, K, d] each, values None of a latent), with the derivative of its float twin."""
+    return attend(q, tuple((encode(k, v, numeric), mask) for (k, v), mask in zip(kv, masks)), rules, numeric)
 
 
-def _forward(q, kv, masks, numeric):
-    return attend_differentiable(q, kv, masks, numeric), (q, kv, masks)
+def _forward(q, kv, masks, rules, numeric):
+    return attend_differentiable(q, kv, masks, rules, numeric), (q, kv, masks, rules)
 
 
 def _backward(numeric, residual, dy):
-    q, kv, masks = residual
-    _, vjp = jax.vjp(lambda q, kv: attend_differentiable.fun(q, kv, masks, Numerics("float")), q, kv)
-    return *vjp(dy), None
+    q, kv, masks, rules = residual
+    _, vjp = jax.vjp(lambda q, kv: attend_differentiable.fun(q, kv, masks, rules, Numerics("float")), q, kv)
+    return *vjp(dy), None, None
 
 
 attend_differentiable.defvjp(_forward, _backward)
 
 
-def rope_table(length: int, d: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, d/2] of rotary embedding (Su et al. 2021, arXiv:2104.09864) for positions 0 .. length - 1.
+def rope_table(length: int, rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [length, pairs] of positions 0 .. length - 1, times `rope.factor`.
 
     Taken in 64 bits on the host, so that no device's sine enters the bits.
     """
-    angles = np.arange(length)[:, None] * theta ** (-np.arange(0, d, 2) / d)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    angles = np.arange(length)[:, None] * np.asarray(rope.frequencies, np.float64)
+    return (np.cos(angles) * rope.factor).astype(np.float32), (np.sin(angles) * rope.factor).astype(np.float32)
 
 
-def rotate(x: Array, cos: Array, sin: Array, exact: bool) -> Array:
-    """Rotate the halves of x [..., H, d] by angles with cos, sin [..., d/2]; the two products of a sum are fenced."""
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool, exact: bool) -> Array:
+    """Rotate pairs of features of x [..., H, d] by angles with cos, sin [..., pairs]; features beyond the pairs stay as they are.
+
+    The two products of a sum are fenced. Interleaved pairs come out as halves: queries and keys alike, so no product of them changes.
+    """
     cos, sin = cos[..., None, :], sin[..., None, :]
-    x1, x2 = jnp.split(x, 2, -1)
+    pairs = cos.shape[-1]
+    x1, x2 = (x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) if interleaved else (x[..., :pairs], x[..., pairs : 2 * pairs])
     fence = numerics.fence if exact else (lambda y: y)
-    return jnp.concatenate([fence(x1 * cos) - fence(x2 * sin), fence(x2 * cos) + fence(x1 * sin)], -1)
+    turned = [fence(x1 * cos) - fence(x2 * sin), fence(x2 * cos) + fence(x1 * sin)]
+    return jnp.concatenate([*turned, x[..., 2 * pairs :]] if x.shape[-1] > 2 * pairs else turned, -1)

@@ -7,6 +7,7 @@ fails at once; `validate` then checks ranges and divisibility before anything co
 
 import copy
 import difflib
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,9 +18,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
-GROUPS = ("attention", "experts", "router", "head")
+GROUPS = ("attention", "mlp", "experts", "router", "head")
 
 
 def default() -> ConfigDict:
@@ -27,7 +29,7 @@ def default() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0  # int in 0 .. 2^32 - 1; keys adapter init and every sampled token
     c.steps = 100  # int >= 1; rollout batches trained on, in all (a resumed run goes on to this number)
-    c.model = ""  # directory in HF layout; '' = the base that ships with the package
+    c.model = ""  # directory in HF layout, or a .gguf file; '' = the base that ships with the package
     c.numerics = "exact"  # 'exact' (integer contractions, same bits everywhere) | 'float' (dequantize and multiply)
     c.act_bits = 16  # 8 | 16; bits of activations in exact mode
     c.context = 0  # tokens, >= 2; prompt + completion must fit; 0 = as needed by data.max_prompt_tokens + rollout.max_new_tokens
@@ -47,23 +49,26 @@ def default() -> ConfigDict:
 
     # LoRA. A group with rank 0 is off. A group's rank and alpha follow adapter.rank and adapter.alpha until set on their own.
     a = c.adapter = ConfigDict()
-    a.rank = 8  # int >= 0; attention and experts follow it
+    a.rank = 8  # int >= 0; attention, mlp (of dense layers, and shared experts) and experts follow it
     a.alpha = 16.0  # > 0; an update is scaled by alpha / rank
     a.rank_stabilized = False  # scale by alpha / sqrt(rank) instead
     a.shared_a = False  # experts share A [D, R]; B stays per expert
+    a.init = ""  # PEFT directory of the adapter to start from; its ranks and alphas must be those here; '' = a new one
     for group in GROUPS:
         g = a[group] = ConfigDict()
         # One-way: setting adapter.experts.rank must not move adapter.rank and, through it, attention.
-        g.rank = a.get_oneway_ref("rank") if group in ("attention", "experts") else 0
+        g.rank = a.get_oneway_ref("rank") if group in ("attention", "mlp", "experts") else 0
         g.alpha = a.get_oneway_ref("alpha")
 
     d = c.data = ConfigDict()
-    d.kinds = ("chain_sum", "leg_counting", "base_conversion")  # one or more, distinct, of environments.arithmetic.KINDS
+    d.kinds = ("chain_sum", "leg_counting", "base_conversion")  # one or more, distinct, of environments.generated.POOLS
     d.train_size = 4096  # problems >= 1 to train on
     d.eval_size = 256  # problems >= 1 held out, split from train by question
     d.seed = 0  # int in 0 .. 2^32 - 1; seed of the generated problems and of their order
     d.train_path = ""  # JSON-lines file of problems; '' = generated
     d.eval_path = ""  # as train_path
+    d.prompt = "{prompt}"  # text around each problem's prompt, which stands for {prompt}
+    d.chat = False  # render it as a user's message by the model's chat template
     d.max_prompt_tokens = 64  # tokens >= 1; a longer prompt is an error, never cut
 
     r = c.rollout = ConfigDict()
@@ -74,10 +79,16 @@ def default() -> ConfigDict:
     r.top_k = 0  # tokens kept >= 1; 0 = off
     r.top_p = 1.0  # probability mass kept, in (0, 1]; 1.0 = off
 
+    r.stop = ()  # texts, each one token of the model, that end a completion beside the model's own stop tokens
+
+    w = c.reward = ConfigDict()
+    w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
+
     lo = c.loss = ConfigDict()
     lo.clip_low = 0.2  # in [0, 1); the ratio is clipped to [1 - clip_low, 1 + clip_high]
     lo.clip_high = 0.2  # >= 0
     lo.kl = 0.0  # >= 0; coefficient of the k3 KL against the base
+    lo.measure_kl = True  # score the base too where kl is 0, for the metric: a third forward pass a step
     lo.advantage_eps = 1e-4  # > 0; added to the group's standard deviation of rewards
 
     o = c.optimizer = ConfigDict()
@@ -150,6 +161,10 @@ def validate(config: ConfigDict) -> None:
     kinds = config.data.kinds
     if not kinds or len(set(kinds)) < len(kinds) or not all(isinstance(k, str) and k for k in kinds):
         raise ValueError(f"data.kinds: found {kinds!r}, need one or more distinct names")
+    if config.data.prompt.count("{prompt}") != 1:
+        raise ValueError(f"data.prompt: found {config.data.prompt!r}, need a text that holds {{prompt}} once")
+    if not all(isinstance(text, str) and text for text in config.rollout.stop):
+        raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need texts that are not empty")
     parts = config.optimizer.minibatches * config.optimizer.accumulate
     if config.rollout.prompts % parts:
         need = f"a multiple of optimizer.minibatches * optimizer.accumulate = {parts}"
@@ -165,11 +180,18 @@ def validate(config: ConfigDict) -> None:
     for field in ("data.train_path", "data.eval_path"):
         if fields[field] and not os.path.isfile(fields[field]):
             raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a JSON-lines file or ''")
-    if config.model and not (pathlib.Path(config.model) / "config.json").is_file():
-        raise ValueError(f"model: found {config.model!r}, need a directory that holds config.json, or '' for the shipped base")
+    if lacks := [name for name in ADAPTER_FILES if config.adapter.init and not (pathlib.Path(config.adapter.init) / name).is_file()]:
+        raise ValueError(f"adapter.init: found no {lacks[0]} in {config.adapter.init!r}, need a PEFT directory or ''")
+    if config.model and not (pathlib.Path(config.model) / "config.json").is_file() and not _is_gguf(config.model):
+        need = "a directory that holds config.json, a .gguf file, or '' for the shipped base"
+        raise ValueError(f"model: found {config.model!r}, need {need}")
 
 
-def model_dir(config: ConfigDict) -> pathlib.Path:
+def _is_gguf(path: str) -> bool:
+    return path.endswith(".gguf") and os.path.isfile(path)
+
+
+def model_path(config: ConfigDict) -> pathlib.Path:
     """Where the base lies: `config.model`, or the one that ships with the package."""
     return pathlib.Path(config.model) if config.model else SHIPPED_BASE
 
@@ -196,7 +218,17 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     """
     # The base is compared by its digest, not by where it lies.
     watched = ("eval.", "checkpoint.", "model") + (("steps",) if config.optimizer.schedule == "constant" else ())
-    return {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
+    fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
+    return fields | {"adapter.init": _digest(config.adapter.init)}
+
+
+def _digest(adapter: str) -> str:
+    """Of what a PEFT directory holds, wherever it lies."""
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES if adapter else ():
+        with open(pathlib.Path(adapter) / name, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest() if adapter else ""
 
 
 def suggest(key: str, known: Iterable[str]) -> str:

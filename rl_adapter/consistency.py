@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rl_adapter import evaluate, prompts, rollout, update
+from rl_adapter import evaluate, lora, prompts, rollout, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -51,7 +51,7 @@ class Place:
 
     model: models.Model
     base: Base
-    adapter: dict  # raw
+    adapter: lora.Adapter  # raw
 
     def moved(self, mesh: jax.sharding.Mesh) -> "Place":
         base = jax.device_put(self.base, meshes.base_shardings(mesh, self.base))
@@ -164,11 +164,16 @@ def mesh_shapes(devices: int, spec: Spec, count: int) -> list[tuple[int, int, in
     return list(dict.fromkeys(filter(fits, wanted)))
 
 
-def random_adapter(config: ConfigDict, session: sessions.Session) -> dict:
-    """A new adapter whose B is not zero."""
+def random_adapter(config: ConfigDict, session: sessions.Session) -> lora.Adapter:
+    """A new adapter whose B is not zero, or the one to start from."""
     adapter = sessions.init_adapter(config, session)
-    keys = dict(zip(adapter, jax.random.split(jax.random.key(config.seed + 1), len(adapter))))
-    filled = {name: pair.replace(b=SIZE_OF_B * jax.random.normal(keys[name], pair.b.shape)) for name, pair in adapter.items()}
+    if session.initial is not None:
+        return adapter
+    leaves, tree = jax.tree.flatten(adapter)
+    keys = jax.random.split(jax.random.key(config.seed + 1), len(leaves))
+    random = tree.unflatten([SIZE_OF_B * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)])
+    is_pair = lambda x: isinstance(x, lora.Lora)
+    filled = jax.tree.map(lambda pair, other: pair.replace(b=other.b), adapter, random, is_leaf=is_pair)
     return jax.device_put(filled, meshes.adapter_shardings(session.model.mesh, filled))
 
 
@@ -189,7 +194,7 @@ def forward(place: Place, r: Rollout) -> Seen:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _score(model: models.Model, base: Base, adapter: dict, r: Rollout) -> tuple[Array, Array]:
+def _score(model: models.Model, base: Base, adapter: lora.Adapter, r: Rollout) -> tuple[Array, Array]:
     (_, scored, _), out = update.score(model, base, adapter, r)
     return scored, out.choices
 

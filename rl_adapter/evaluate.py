@@ -21,7 +21,9 @@ from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
 
 
-def greedy(config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: dict | None) -> tuple[np.ndarray, list[str]]:
+def greedy(
+    config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
+) -> tuple[np.ndarray, list[str]]:
     """Rewards [n] and completions of the first `eval.examples` problems; `adapter` is raw (not prepared) or None for the base."""
     n = min(config.eval.examples, len(data.problems))
     shards = meshes.row_shards(session.model.mesh)
@@ -37,11 +39,11 @@ def greedy(config: ConfigDict, session: sessions.Session, data: sessions.Data, a
             session.model, sessions.sampling(config, session, greedy=True), session.base, prepared, *placed, jnp.int32(0)
         )
         texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: n - start]
-    rewards, _ = reward.score(texts, data.problems[:n])
+    rewards, _ = reward.score(texts, data.problems[:n], sessions.reward_of(config))
     return rewards, texts
 
 
-def prepare(model, adapter: dict) -> dict:
+def prepare(model, adapter: lora.Adapter) -> lora.Adapter:
     """`lora.prepare`, compiled once."""
     return _prepare(model.numeric, adapter)
 
@@ -69,24 +71,16 @@ def identity(config: ConfigDict, digest: str) -> dict:
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
-    """`--mode=eval`: the base against the run's last adapter, by kind, as a table and `eval.json`."""
+    """`--mode=eval`: the base against the run's last adapter (or that of `adapter.init`), by kind, as a table and `eval.json`."""
     directory = pathlib.Path(workdir)
-    if not (directory / "checkpoints").is_dir():
-        raise ValueError(f"--workdir: found no checkpoints in {directory}; train there first (--mode=train)")
+    check_run(config, directory)
     session = sessions.open_session(config)
     data = sessions.open_data(config, session, "eval")
-    with checkpoint.Checkpoints(
-        directory / "checkpoints", identity(config, session.digest), 0, config.checkpoint.keep, override_identity, read_only=True
-    ) as saved:
-        step = saved.latest()
-        if step is None:
-            raise ValueError(f"--workdir: found no checkpoint in {directory}; train there first (--mode=train)")
-        adapter = sessions.init_adapter(config, session)
-        state = saved.restore(step, new_state(config, adapter))[0]
+    step, adapter = last_adapter(config, directory, session, override_identity)
     names = list(by_kind(data.problems, np.zeros(min(config.eval.examples, len(data.problems)))))
     table = Table("model", "accuracy", "95 % interval", *names, title=f"greedy, step {step}")
     result = {"step": step}
-    for name, weights in (("base", None), ("adapter", state.adapter)):
+    for name, weights in (("base", None), ("adapter", adapter)):
         rewards, _ = greedy(config, session, data, weights)
         kinds = by_kind(data.problems, rewards)
         low, high = interval(rewards)
@@ -98,11 +92,34 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             *(f"{kinds[k]:.1%}" for k in names),
         )
     Console().print(table)
+    directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "eval.json", json.dumps(result, indent=1))
     return result
 
 
-def new_state(config: ConfigDict, adapter: dict) -> update.State:
+def check_run(config: ConfigDict, directory: pathlib.Path) -> None:
+    """Raises where there is no adapter: neither a run's nor one to start from."""
+    if not (directory / "checkpoints").is_dir() and not config.adapter.init:
+        raise ValueError(f"--workdir: found no checkpoints in {directory}; train there first (--mode=train), or give an --adapter")
+
+
+def last_adapter(
+    config: ConfigDict, directory: pathlib.Path, session: sessions.Session, override_identity: bool = False
+) -> tuple[int, lora.Adapter]:
+    """The step of the run's last checkpoint, and its adapter; without a run, 0 and the adapter that one would start from."""
+    adapter = sessions.init_adapter(config, session)
+    if not (directory / "checkpoints").is_dir():
+        return 0, adapter
+    with checkpoint.Checkpoints(
+        directory / "checkpoints", identity(config, session.digest), 0, config.checkpoint.keep, override_identity, read_only=True
+    ) as saved:
+        step = saved.latest()
+        if step is None:
+            raise ValueError(f"--workdir: found no checkpoint in {directory}; train there first (--mode=train)")
+        return step, saved.restore(step, new_state(config, adapter))[0].adapter
+
+
+def new_state(config: ConfigDict, adapter: lora.Adapter) -> update.State:
     """A state that has made no update."""
     tx, _ = optimizer(config)
     return update.State(adapter, tx.init(adapter), jnp.zeros((), jnp.int32))

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685): the only tree that is optimized.
 
-An adapter is a dict from the name of a weight ("q", ..., "router", "gate", "up", "down", "head") to its pair of matrices, stacked over
-layers as the base is: y = x W + scale (x A) B. Absent names are not adapted. B starts at zero, so a new adapter changes nothing.
+An `Adapter` mirrors `types.Base`: for each run of layers a dict from the name of a matrix to its pair, stacked as the base is:
+y = x W + scale (x A) B. Absent names are not adapted. B starts at zero, so a new adapter changes nothing.
 """
 
 import dataclasses
@@ -14,13 +14,26 @@ from flax import struct
 from rl_adapter import numerics, quant
 from rl_adapter.types import Array, Base, Numerics, PyTree
 
-GROUPS = {"attention": ("q", "k", "v", "o"), "experts": ("gate", "up", "down"), "router": ("router",), "head": ("head",)}
+# What of a latent becomes keys and values is left alone: engines absorb it into queries and outputs, and ignore adapters on it.
+GROUPS = {
+    "attention": ("q", "k", "v", "o", "q_a", "q_b", "kv_a"),
+    "mlp": ("mlp_gate", "mlp_up", "mlp_down"),
+    "experts": ("gate", "up", "down"),
+    "router": ("router",),
+    "head": ("head",),
+}
 
 
 @struct.dataclass
 class Lora:
     a: PyTree  # [..., K, R] f32; of a shared A on experts, without the [E] axis
     b: PyTree  # [..., R, N] f32
+
+
+@struct.dataclass
+class Adapter:
+    layers: tuple[dict[str, Lora], ...]  # one a run of `Spec.stacks`
+    head: Lora | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +65,27 @@ def adapter_spec(config) -> AdapterSpec:
     )
 
 
-def init(spec: AdapterSpec, base: Base, key: Array) -> dict[str, Lora]:
+def init(spec: AdapterSpec, base: Base, key: Array) -> Adapter:
     """A ~ N(0, 1/K), B = 0, float32. `base` may be abstract (shapes are enough)."""
-    weights = {name: getattr(base.layers, name) for g in ("attention", "experts", "router") for name in GROUPS[g]} | {"head": base.head}
-    adapter = {}
+    stacks = [{} for _ in base.layers]
+    places = [(layers, stack) for layers, stack in zip(base.layers, stacks)]
+    top = {}
     for group, rank in spec.ranks:
         for name in GROUPS[group] if rank else ():
-            *lead, k, n = quant.shape(weights[name])
-            if rank > min(k, n):
-                raise ValueError(f"adapter.{group}.rank: found {rank}, need at most {min(k, n)}, the smaller side of {name}")
-            lead_a = lead[:1] if spec.shared_a and group == "experts" else lead
-            key, sub = jax.random.split(key)
-            a = jax.random.normal(sub, (*lead_a, k, rank), jnp.float32) / math.sqrt(k)
-            adapter[name] = Lora(a, jnp.zeros((*lead, rank, n), jnp.float32))
-    if not adapter:
-        raise ValueError("adapter: every group has rank 0, so nothing would be trained; give at least one group a rank")
-    return adapter
+            for layers, stack in places if group != "head" else [(base, top)]:
+                w = getattr(layers, name)
+                if w is None:
+                    continue
+                *lead, k, n = quant.shape(w)
+                if rank > min(k, n):
+                    raise ValueError(f"adapter.{group}.rank: found {rank}, need at most {min(k, n)}, the smaller side of {name}")
+                lead_a = lead[:1] if spec.shared_a and group == "experts" else lead
+                key, sub = jax.random.split(key)
+                a = jax.random.normal(sub, (*lead_a, k, rank), jnp.float32) / math.sqrt(k)
+                stack[name] = Lora(a, jnp.zeros((*lead, rank, n), jnp.float32))
+    if not top and not any(stacks):
+        raise ValueError("adapter: no group that the model has is given a rank above 0, so nothing would be trained")
+    return Adapter(tuple(stacks), top.get("head"))
 
 
 def count(adapter: PyTree) -> int:
@@ -75,14 +93,16 @@ def count(adapter: PyTree) -> int:
     return sum(x.size for x in jax.tree.leaves(adapter))
 
 
-def prepare(adapter: dict[str, Lora] | None, numeric: Numerics) -> dict[str, Lora]:
+def prepare(adapter: Adapter | None, numeric: Numerics) -> Adapter | None:
     """The adapter as the forward pass reads it: each matrix a `quant.Trainable`. Done once per update, outside any loop."""
-    return jax.tree.map(lambda w: quant.trainable(w, numeric), adapter or {})
+    return jax.tree.map(lambda w: quant.trainable(w, numeric), adapter)
 
 
-def linear(x: Array, w: PyTree, lora: Lora | None, scale: float, numeric: Numerics) -> Array:
-    """x [..., K] -> [..., N]: the frozen product plus the low-rank one."""
+def linear(x: Array, w: PyTree, lora: Lora | None, scale: float, numeric: Numerics, bias: Array | None = None) -> Array:
+    """x [..., K] -> [..., N]: the frozen product with its bias, plus the low-rank one."""
     y = quant.matmul(x, w, numeric)
+    if bias is not None:
+        y = y + bias
     if lora is None:
         return y
     delta = quant.matmul(quant.matmul(x, lora.a, numeric), lora.b, numeric) * scale

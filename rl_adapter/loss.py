@@ -16,6 +16,7 @@ class GRPO:
     clip_low: float
     clip_high: float
     kl: float  # coefficient of the KL from the reference
+    measure_kl: bool = True  # score the base too where the coefficient is 0
 
 
 def k3(logprob: Array, reference: Array) -> Array:
@@ -26,28 +27,31 @@ def k3(logprob: Array, reference: Array) -> Array:
 
 
 def grpo(
-    cfg: GRPO, tempered: Array, old_tempered: Array, scored: Array, reference: Array, advantage: Array, mask: Array
+    cfg: GRPO, tempered: Array, old_tempered: Array, scored: Array, reference: Array | None, advantage: Array, mask: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with a k3 penalty, summed over tokens.
 
     Args:
         tempered, old_tempered: [P, G, C] logprob at the sampling temperature, now and when sampled: their ratio weighs the sample.
-        scored, reference: [P, G, C] logprob at temperature 1 of the policy and of the base.
+        scored, reference: [P, G, C] logprob at temperature 1 of the policy and of the base (None: not scored, no penalty).
         advantage: [P, G].
         mask: [P, G, C] bool, True at sampled tokens. Masking comes before any arithmetic, so that padding may hold anything.
 
     Returns:
         The sum of losses, and sums for metrics.
     """
-    chex.assert_equal_shape([tempered, old_tempered, scored, reference, mask])
+    chex.assert_equal_shape([tempered, old_tempered, scored, mask] + ([] if reference is None else [reference]))
     chex.assert_equal_shape_prefix([tempered, advantage], 2)
     log_ratio = jnp.where(mask, tempered - old_tempered, 0.0)
     ratio = jnp.exp(log_ratio)
     a = advantage[..., None]
     clipped = jnp.clip(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
     surrogate = jnp.minimum(ratio * a, clipped * a)
-    kl = k3(jnp.where(mask, scored, 0.0), jnp.where(mask, jax.lax.stop_gradient(reference), 0.0))
-    loss = jnp.sum(jnp.where(mask, cfg.kl * kl - surrogate, 0.0))
+    loss = jnp.where(mask, -surrogate, 0.0)
     count = lambda x: jax.lax.stop_gradient(jnp.sum(jnp.where(mask, x, 0.0)))
-    metrics = {"kl/ref": count(kl), "ratio/mean": count(ratio), "ratio/clipped": count((ratio != clipped).astype(jnp.float32))}
-    return loss, metrics
+    metrics = {"ratio/mean": count(ratio), "ratio/clipped": count((ratio != clipped).astype(jnp.float32))}
+    if reference is not None:
+        kl = k3(jnp.where(mask, scored, 0.0), jnp.where(mask, jax.lax.stop_gradient(reference), 0.0))
+        loss = jnp.where(mask, cfg.kl * kl + loss, 0.0)
+        metrics["kl/ref"] = count(kl)
+    return jnp.sum(loss), metrics

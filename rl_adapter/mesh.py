@@ -32,10 +32,11 @@ def make(data: int = 0, expert: int = 1, model: int = 1, devices=None) -> Mesh:
 def check(mesh: Mesh, spec: Spec, prompts: int | None = None) -> None:
     """Raise where the model or the batch does not divide over the mesh."""
     ways = mesh.shape["expert"] * mesh.shape["model"]
-    if spec.experts % ways:
+    if spec.sparse_layers and spec.experts % ways:
         raise ValueError(f"mesh: {spec.experts} experts do not divide over expert x model = {ways} devices")
-    if spec.kv_heads % mesh.shape["model"]:
-        raise ValueError(f"mesh.model: found {mesh.shape['model']}, which does not divide the {spec.kv_heads} key-value heads")
+    heads, kind = (spec.heads, "heads") if spec.mla else (spec.kv_heads, "key-value heads")
+    if heads % mesh.shape["model"]:
+        raise ValueError(f"mesh.model: found {mesh.shape['model']}, which does not divide the {heads} {kind}")
     if prompts is not None and prompts % row_shards(mesh):
         raise ValueError(f"mesh: {prompts} prompts at a time do not divide over data x expert = {row_shards(mesh)} devices")
 
@@ -57,12 +58,13 @@ def base_shardings(mesh: Mesh, base: Base) -> Base:
     """A tree of shardings like `base`: experts over expert x model, attention by heads and the vocabulary over model."""
 
     def place(path, leaf):
-        name = next((k.name for k in reversed(path) if getattr(k, "name", None) in _AXES), None)
+        keys = [getattr(k, "name", getattr(k, "key", None)) for k in path]
+        name = next((k for k in reversed(keys) if k in _AXES), None)
         dims = [None] * leaf.ndim
         if name is not None:
             axis, names = _AXES[name]
-            size = np.prod([mesh.shape[n] for n in names])
-            if leaf.shape[axis] % size == 0 and (axis != -3 or leaf.shape[axis] > 1):
+            of_inputs = axis == -1 and keys[-1] == "order"
+            if leaf.shape[axis] % np.prod([mesh.shape[n] for n in names]) == 0 and not of_inputs:
                 dims[axis] = names
         return NamedSharding(mesh, P(*dims))
 
@@ -70,13 +72,9 @@ def base_shardings(mesh: Mesh, base: Base) -> Base:
 
 
 _AXES = {  # weight -> (axis of its qvalue [.., G, g, N] and scale [.., G, N] that is split, mesh axes)
-    "q": (-1, ("model",)),
-    "k": (-1, ("model",)),
-    "v": (-1, ("model",)),
-    "head": (-1, ("model",)),
-    "gate": (1, EXPERTS),
-    "up": (1, EXPERTS),
-    "down": (1, EXPERTS),
+    **dict.fromkeys(("q", "k", "v", "q_b", "mlp_gate", "mlp_up", "head"), (-1, ("model",))),
+    **dict.fromkeys(("k_up", "v_up"), (1, ("model",))),
+    **dict.fromkeys(("gate", "up", "down"), (1, EXPERTS)),
 }
 
 

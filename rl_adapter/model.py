@@ -14,10 +14,12 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora, moe, numerics
+from rl_adapter import lora, moe, numerics, quant
 from rl_adapter import mesh as meshes
-from rl_adapter.attention import Keys, attend, attend_differentiable, encode, rope_table, rotate
-from rl_adapter.types import Array, Base, Numerics, PyTree, Spec
+from rl_adapter.attention import Keys, Rules, attend, attend_differentiable, encode, rope_table, rotate
+from rl_adapter.types import Array, Base, Layer, Numerics, PyTree, Spec
+
+MLA_EPS = 1e-6  # of the two norms of a latent, whatever the config's rms_norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +37,15 @@ class Model:
 class Cache:
     """Keys and values of every layer: the prompt's, shared by its group, and each completion's own."""
 
-    prompt: Keys  # leaves [L, P, K, T, d]
-    own: Keys  # leaves [L, P, K, G, C, d]
+    prompt: Keys  # leaves [L, P, K, T, (d)]
+    own: Keys  # leaves [L, P, K, G, C, (d)]
 
 
 @struct.dataclass
 class Output:
     hidden: Array  # [P, M, D], after the last norm
-    choices: Array  # [L, P, M, k] experts
-    router: Array  # [L, E] mean router probability over valid tokens
+    choices: Array  # [Ls, P, M, k] experts
+    router: Array  # [Ls, E] mean router probability over valid tokens
     keys: PyTree  # prefill: Keys of the prompts; decoding: the updated Cache; else None
 
 
@@ -51,69 +53,155 @@ def place(spec: Spec, base: Base, mesh: Mesh, context: int) -> Base:
     """The base on the mesh, once, with its rotary table for `context` positions."""
     if context > spec.max_positions:
         raise ValueError(f"context: found {context} tokens (prompt and completion), the model has {spec.max_positions} positions")
-    base = base.replace(rope=rope_table(context, spec.head_dim, spec.rope_theta))
+    base = base.replace(rope=rope_table(context, spec.rope))
     return jax.device_put(base, meshes.base_shardings(mesh, base))
 
 
-def _heads(x: Array, norm: Array, angles: PyTree, spec: Spec, numeric: Numerics) -> Array:
-    x = numerics.rms_norm(x.reshape(*x.shape[:-1], -1, spec.head_dim), norm, spec.norm_eps, numeric.exact)
-    return rotate(x, *angles, numeric.exact)
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One block at work: its layer's weights and adapters, and how to apply them."""
+
+    model: Model
+    layer: Layer
+    adapter: dict[str, lora.Lora]
+    angles: tuple[Array, Array]  # cos and sin [P, M, pairs]
+
+    @property
+    def numeric(self) -> Numerics:
+        return self.model.numeric
+
+    def scale(self, name: str) -> float:
+        return self.model.adapter.scale(name) if name in self.adapter else 1.0
+
+    def linear(self, x: Array, name: str) -> Array:
+        bias = self.layer.bias.get(name)
+        return lora.linear(x, getattr(self.layer, name), self.adapter.get(name), self.scale(name), self.numeric, bias)
+
+    def norm(self, x: Array, weight: Array, eps: float | None = None) -> Array:
+        return numerics.rms_norm(x, weight, eps or self.model.spec.norm_eps, self.numeric.exact)
+
+    def rotate(self, x: Array) -> Array:
+        return rotate(x, *self.angles, self.model.spec.rope.interleaved, self.numeric.exact)
+
+    def per_head(self, x: Array, w: PyTree) -> Array:
+        """x [..., H, K] times w [H] K -> N: [..., H, N]."""
+        return jax.vmap(lambda x, w: quant.matmul(x, w, self.numeric), (-2, 0), -2)(x, w)
+
+    def queries_and_keys(self, h: Array) -> tuple[Array, Array, Array | None]:
+        """h [P, M, D] -> q [P, M, H, d], and k and v [P, M, K, d] (no v where it is a part of k)."""
+        spec = self.model.spec
+        if spec.mla:
+            return self._latent_queries_and_keys(h)
+
+        def heads(name, norm):
+            x = self.linear(h, name)
+            if norm is not None and spec.qk_norm == "full":
+                x = self.norm(x, norm)
+            if spec.clip_qkv:
+                x = jnp.clip(x, -spec.clip_qkv, spec.clip_qkv)
+            x = x.reshape(*x.shape[:-1], -1, spec.head_dim)
+            return self.norm(x, norm) if norm is not None and spec.qk_norm == "head" else x
+
+        layer = self.layer
+        return self.rotate(heads("q", layer.q_norm)), self.rotate(heads("k", layer.k_norm)), heads("v", None)
+
+    def _latent_queries_and_keys(self, h: Array) -> tuple[Array, Array, None]:
+        """Queries are taken into the latent, so that all heads share one key: [latent | rotated]. Its values are the latent itself."""
+        mla, layer = self.model.spec.mla, self.layer
+        if mla.q_rank:
+            q = self.linear(self.norm(self.linear(h, "q_a"), layer.q_a_norm, MLA_EPS), "q_b")
+        else:
+            q = self.linear(h, "q")
+        q = q.reshape(*q.shape[:-1], -1, mla.nope + mla.rope)
+        q = jnp.concatenate([self.per_head(q[..., : mla.nope], layer.k_up), self.rotate(q[..., mla.nope :])], -1)
+        kv = self.linear(h, "kv_a")
+        latent = self.norm(kv[..., : mla.kv_rank], layer.kv_a_norm, MLA_EPS)
+        return q, jnp.concatenate([latent[..., None, :], self.rotate(kv[..., None, mla.kv_rank :])], -1), None
+
+    def output(self, a: Array) -> Array:
+        """What attention gives, [P, M, H, d], into the residual stream."""
+        if self.model.spec.mla:
+            a = self.per_head(a, self.layer.v_up)
+        return self.linear(a.reshape(*a.shape[:2], -1), "o")
+
+    def mlp(self, prefix: str) -> moe.Mlp:
+        """The experts (prefix ''), or the MLP that every token passes (prefix 'mlp_')."""
+        names = {prefix + n: n for n in ("gate", "up", "down")}
+        pick = lambda d: {short: d[name] for name, short in names.items() if name in d}
+        scales = tuple((short, self.scale(name)) for name, short in names.items() if name in self.adapter)
+        weights = (getattr(self.layer, name) for name in names)
+        limit = self.model.spec.swiglu_limit if self.model.spec.activation == "clamped_swiglu" else 0.0
+        return moe.Mlp(*weights, pick(self.adapter), pick(self.layer.bias), scales, limit)
 
 
-def apply(model: Model, base: Base, adapter: dict | None, tokens: Array, positions: Array, valid: Array, attention, carry=None) -> Output:
+def apply(model: Model, base: Base, adapter: lora.Adapter | None, tokens: Array, positions: Array, valid: Array, attention, carry=None):
     """Run the model on tokens [P, M] at positions [P, M]; `valid` [P, M] is False for padding, which no expert computes.
 
     Args:
         adapter: from `lora.prepare`; None is the reference policy.
-        attention: (layer index, q [P, M, H, d], k and v [P, M, K, d], carry) -> (output [P, M, H, d], carry, emitted): one of the
-            three functions below.
+        attention: (layer index, q [P, M, H, d], k and v [P, M, K, d], Rules, carry) -> (output [P, M, H, d], carry, emitted): one of
+            the three functions below.
         carry: state of `attention` that passes from layer to layer (the Cache when decoding).
+
+    Returns:
+        Output.
     """
     spec, numeric = model.spec, model.numeric
-    adapter = adapter or {}
-    scale = functools.cache(lambda name: model.adapter.scale(name) if name in adapter else 1.0)
     p_, m_ = tokens.shape
     by_rows = (
         (lambda x: x) if model.mesh is None else (lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, P(meshes.ROWS))))
     )
     angles = tuple(jnp.take(t, positions, axis=0, mode="clip") for t in base.rope)
-    expert_scales = tuple((n, scale(n)) for n in lora.GROUPS["experts"] if n in adapter)
+    windows = jnp.array(spec.windows, jnp.int32) if any(spec.windows) else None
 
-    def block(state, inputs):
+    def block(sparse, state, inputs):
         x, carry = state
         index, layer, ad = inputs
-        linear = lambda h, name: lora.linear(h, getattr(layer, name), ad.get(name), scale(name), numeric)
-        h = numerics.rms_norm(x, layer.attn_norm, spec.norm_eps, numeric.exact)
-        q = _heads(linear(h, "q"), layer.q_norm, angles, spec, numeric)
-        k = _heads(linear(h, "k"), layer.k_norm, angles, spec, numeric)
-        v = linear(h, "v").reshape(p_, m_, spec.kv_heads, spec.head_dim)
-        a, carry, emitted = attention(index, q, k, v, carry)
-        x = by_rows(x + linear(a.reshape(p_, m_, -1), "o"))
-        h = numerics.rms_norm(x, layer.mlp_norm, spec.norm_eps, numeric.exact).reshape(p_ * m_, -1)
-        weights, choice, p = moe.route(h, layer.router, ad.get("router"), scale("router"), spec, numeric)
-        experts = moe.Experts(layer.gate, layer.up, layer.down, {n: ad[n] for n, _ in expert_scales}, expert_scales)
-        y = moe.routed(h, weights, choice, valid.reshape(-1), experts, spec.experts, numeric, model.mesh)
-        x = by_rows(x + y.reshape(x.shape))
-        seen = valid.reshape(-1, 1)
-        load = jnp.sum(jnp.where(seen, p, 0.0), 0) / jnp.maximum(jnp.sum(seen), 1)
-        return (x, carry), (emitted, choice.reshape(p_, m_, -1), load)
+        b = _Block(model, layer, ad, angles)
+        q, k, v = b.queries_and_keys(b.norm(x, layer.attn_norm))
+        scale = spec.attention_scale or spec.head_dim**-0.5
+        rules = Rules(scale, spec.mla.kv_rank if spec.mla else 0, None if windows is None else windows[index], layer.sinks)
+        a, carry, emitted = attention(index, q, k, v, rules, carry)
+        x = by_rows(x + b.output(a))
+        h = b.norm(x, layer.mlp_norm).reshape(p_ * m_, -1)
+        y, routed = jnp.zeros_like(h), None
+        if layer.mlp_gate is not None:
+            y = moe.feed_forward(h, b.mlp("mlp_"), numeric)
+        if sparse:
+            weights, choice, p = moe.route(h, layer, ad.get("router"), b.scale("router"), spec, numeric)
+            y = y + moe.routed(h, weights, choice, valid.reshape(-1), b.mlp(""), spec.experts, numeric, model.mesh)
+            seen = valid.reshape(-1, 1)
+            load = jnp.sum(jnp.where(seen, p, 0.0), 0) / jnp.maximum(jnp.sum(seen), 1)
+            routed = choice.reshape(p_, m_, -1), load
+        return (by_rows(x + y.reshape(x.shape)), carry), (emitted, routed)
 
-    if model.remat:
-        block = jax.checkpoint(block)
-    layered = {name: pair for name, pair in adapter.items() if name != "head"}
-    x = by_rows(base.embed[tokens].astype(jnp.float32))
-    (x, carry), (emitted, choices, router) = jax.lax.scan(block, (x, carry), (jnp.arange(spec.layers), base.layers, layered))
+    x = by_rows(embed(base, tokens))
+    emitted, routed = [], []
+    for (first, count, sparse), layers, ad in zip(spec.stacks, base.layers, adapter.layers if adapter else ({},) * len(base.layers)):
+        run = functools.partial(block, sparse)
+        run = jax.checkpoint(run) if model.remat else run
+        (x, carry), (keys, choices) = jax.lax.scan(run, (x, carry), (first + jnp.arange(count), layers, ad))
+        emitted.append(keys)
+        routed += [choices] if sparse else []
+    join = lambda parts: parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    choices, router = join(routed) if routed else (jnp.zeros((0, p_, m_, 0), jnp.int32), jnp.zeros((0, 0)))
     hidden = numerics.rms_norm(x, base.final_norm, spec.norm_eps, numeric.exact)
-    return Output(hidden, choices, router, emitted if carry is None else carry)
+    return Output(hidden, choices, router, join(emitted) if carry is None else carry)
+
+
+def embed(base: Base, tokens: Array) -> Array:
+    """tokens [...] -> f32 [..., D]; without an embedding of its own a model reads the columns of its quantized head."""
+    w = base.head if base.embed is None else base.embed
+    return quant.columns(w, tokens) if quant.is_quantized(w) else w[tokens].astype(jnp.float32)
 
 
 def prefill(numeric: Numerics, lengths: Array):
     """Causal attention over prompts [P, T] of given lengths; emits their Keys for a cache."""
 
-    def attention(_, q, k, v, carry):
-        mask = causal(q.shape[1], lengths[:, None])
+    def attention(_, q, k, v, rules, carry):
+        mask = causal(q.shape[1], lengths[:, None], rules)
         keys = encode(k, v, numeric)
-        return attend(q[:, None], ((keys, mask),), numeric)[:, 0], carry, keys
+        return attend(q[:, None], ((keys, mask),), rules, numeric)[:, 0], carry, keys
 
     return attention
 
@@ -121,17 +209,19 @@ def prefill(numeric: Numerics, lengths: Array):
 def packed(numeric: Numerics, prompt_lengths: Array, t: int, group: int):
     """Differentiable attention over rows [P, T + G * C]: a prompt, then its completions, which see the prompt and their own past."""
 
-    def attention(_, q, k, v, carry):
+    def attention(_, q, k, v, rules, carry):
         p_ = q.shape[0]
         c = (q.shape[1] - t) // group
-        mask = causal(t, prompt_lengths[:, None])
-        first = attend_differentiable(q[:, None, :t], ((k[:, :t], v[:, :t]),), (mask,), numeric)[:, 0]
+        prompt = tuple(None if x is None else x[:, :t] for x in (k, v))
+        first = attend_differentiable(q[:, None, :t], (prompt,), (causal(t, prompt_lengths[:, None], rules),), rules, numeric)[:, 0]
         if not c:
             return first, carry, None
-        by_sample = lambda x: x[:, t:].reshape(p_, group, c, *x.shape[2:])
-        masks = (keys_before(t, prompt_lengths), jnp.tril(jnp.ones((c, c), bool))[None, None])
-        rest = attend_differentiable(by_sample(q), ((k[:, :t], v[:, :t]), (by_sample(k), by_sample(v))), masks, numeric)
-        return jnp.concatenate([first, rest.reshape(p_, group * c, *q.shape[2:])], 1), carry, None
+        by_sample = lambda x: None if x is None else x[:, t:].reshape(p_, group, c, *x.shape[2:])
+        own = jnp.arange(c)
+        distance = own[:, None] - own
+        masks = (keys_before(t, prompt_lengths, own, rules), ((distance >= 0) & rules.within(distance))[None, None])
+        rest = attend_differentiable(by_sample(q), (prompt, (by_sample(k), by_sample(v))), masks, rules, numeric)
+        return jnp.concatenate([first, rest.reshape(p_, group * c, *rest.shape[3:])], 1), carry, None
 
     return attention
 
@@ -139,39 +229,42 @@ def packed(numeric: Numerics, prompt_lengths: Array, t: int, group: int):
 def decode(numeric: Numerics, prompt_lengths: Array, step: Array):
     """One new token of each completion, tokens [P, G], written to slot `step` of the cache, which it sees up to there."""
 
-    def attention(layer, q, k, v, cache: Cache):
-        new = encode(k[:, :, None], v[:, :, None], numeric)  # leaves [P, K, G, 1, (d)]
+    def attention(layer, q, k, v, rules, cache: Cache):
+        new = encode(k[:, :, None], None if v is None else v[:, :, None], numeric)  # leaves [P, K, G, 1, (d)]
         own = jax.tree.map(
             lambda c, n: jax.lax.dynamic_update_slice(c, n[None], (layer, 0, 0, 0, step) + (0,) * (c.ndim - 5)), cache.own, new
         )
         here = functools.partial(jax.tree.map, lambda c: jax.lax.dynamic_index_in_dim(c, layer, 0, keepdims=False))
-        capacity = own.k[0].shape[-2]
-        masks = keys_before(cache.prompt.k[0].shape[-2], prompt_lengths), (jnp.arange(capacity) <= step)[None, None, None]
+        distance = step - jnp.arange(cache.own.k[0].shape[-2])
+        seen = ((distance >= 0) & rules.within(distance))[None, None, None]
+        masks = keys_before(cache.prompt.k[0].shape[-2], prompt_lengths, step[None], rules), seen
         segments = tuple(zip((here(cache.prompt), here(own)), masks))
-        return attend(q[:, :, None], segments, numeric)[:, :, 0], cache.replace(own=own), None
+        return attend(q[:, :, None], segments, rules, numeric)[:, :, 0], cache.replace(own=own), None
 
     return attention
 
 
-def causal(t: int, lengths: Array) -> Array:
+def causal(t: int, lengths: Array, rules: Rules) -> Array:
     """[P, G, T, T]: a token sees itself and what is before it; padding beyond `lengths` [P, G] sees itself only, and nobody sees it."""
     i = jnp.arange(t)
-    return (i[:, None] >= i) & ((i < lengths[..., None, None]) | (i[:, None] == i))
+    distance = i[:, None] - i
+    return (distance >= 0) & rules.within(distance) & ((i < lengths[..., None, None]) | (distance == 0))
 
 
-def keys_before(t: int, lengths: Array) -> Array:
-    """[P, 1, 1, T]: the keys of a prompt of `lengths` [P]."""
-    return (jnp.arange(t) < lengths[:, None])[:, None, None]
+def keys_before(t: int, lengths: Array, own: Array, rules: Rules) -> Array:
+    """[P, 1, M or 1, T]: the keys of a prompt of `lengths` [P] that the completion's tokens `own` [M] see."""
+    i = jnp.arange(t)
+    return (i < lengths[:, None, None, None]) & rules.within(lengths[:, None, None, None] + own[:, None] - i)
 
 
-def logits(model: Model, base: Base, adapter: dict | None, hidden: Array) -> Array:
+def logits(model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array) -> Array:
     """hidden [N, D] -> [N, V] f32."""
-    head = (adapter or {}).get("head")
+    head = adapter.head if adapter else None
     return lora.linear(hidden, base.head, head, model.adapter.scale("head") if head is not None else 1.0, model.numeric)
 
 
 def token_logprobs(
-    model: Model, base: Base, adapter: dict | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0
+    model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0
 ) -> tuple[Array, Array, Array]:
     """Log-probabilities of targets [N] after hidden [N, D] at the temperature and at 1, and the entropy (without gradient), each [N].
 
@@ -201,11 +294,9 @@ def logprob_of(z: Array, target: Array, exact: bool) -> Array:
     return (jnp.take_along_axis(z, target[:, None], 1) - total)[:, 0]
 
 
-def keys_like(model: Model, shape: tuple[int, ...]) -> Keys:
-    """Zeroed Keys of leaves [*shape, d]; shape is [L, P, K, (G,) S]."""
+def keys_like(model: Model, p: int, group: int, length: int) -> Keys:
+    """Zeroed Keys of a cache: leaves [L, P, K, G, S, (d)]."""
     spec, numeric = model.spec, model.numeric
-    n = (1 if numeric.act_bits == 8 else 2) if numeric.exact else 1
-    dtype = jnp.int8 if numeric.exact else jnp.float32
-    codes = lambda: tuple(jnp.zeros((*shape, spec.head_dim), dtype) for _ in range(n))
-    scale = lambda: jnp.ones(shape, jnp.float32) if numeric.exact else None
-    return Keys(codes(), scale(), codes(), scale())
+    one = lambda: jnp.zeros((p, group, length, spec.kv_heads, spec.head_dim))
+    keys = jax.eval_shape(lambda: encode(one(), None if spec.mla else one(), numeric))
+    return jax.tree.map(lambda leaf: jnp.zeros((spec.layers, *leaf.shape), leaf.dtype), keys)

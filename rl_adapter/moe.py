@@ -18,39 +18,63 @@ from jax.sharding import PartitionSpec as P
 
 from rl_adapter import lora, numerics, quant
 from rl_adapter import mesh as meshes
-from rl_adapter.types import Array, Numerics, PyTree, Spec
+from rl_adapter.types import Array, Layer, Numerics, PyTree, Spec
 
 f32 = jnp.float32
 
 
 @struct.dataclass
-class Experts:
-    """Weights and adapters [E, ...] of one layer's experts, and their static LoRA scales."""
+class Mlp:
+    """Weights and adapters of one MLP, or [E, ...] of one layer's experts, and what is static about them."""
 
     gate: PyTree
     up: PyTree
     down: PyTree
     adapter: dict  # name -> Lora; may be empty
-    scales: tuple = struct.field(pytree_node=False, default=())  # ((name, scale), ...)
+    bias: dict  # name -> [(E,) N] f32; may be empty
+    scales: tuple = struct.field(pytree_node=False, default=())  # ((name, LoRA scale), ...)
+    limit: float = struct.field(pytree_node=False, default=0.0)  # of a clamped SwiGLU; 0: plain
 
 
-def route(x: Array, router: PyTree, adapter: PyTree, scale: float, spec: Spec, numeric: Numerics) -> tuple[Array, Array, Array]:
-    """Softmax router: x [N, D] -> weights [N, k] f32, experts [N, k] int32 (ties go to the lower expert), probabilities [N, E]."""
-    p = numerics.softmax(lora.linear(x, router, adapter, scale, numeric), numeric.exact)
-    weights, choice = jax.lax.top_k(p, spec.experts_per_token)
+def route(x: Array, layer: Layer, adapter: PyTree, scale: float, spec: Spec, numeric: Numerics) -> tuple[Array, Array, Array]:
+    """x [N, D] -> weights [N, k] f32, experts [N, k] int32 (ties go to the lower expert), probabilities [N, E] (for balance only)."""
+    z = lora.linear(x, layer.router, adapter, scale, numeric, layer.bias.get("router"))
+    exact, k = numeric.exact, spec.experts_per_token
+    if spec.score == "softmax_of_chosen":
+        top, choice = jax.lax.top_k(z, k)
+        return numerics.softmax(top, exact), choice, jax.nn.softmax(z, -1)
+    if spec.score == "softmax":
+        s = p = numerics.softmax(z, exact)
+    else:
+        s = numerics.sigmoid(z) if exact else jax.nn.sigmoid(z)
+        p = s / jnp.sum(s, -1, keepdims=True)
+    preference = s if layer.score_bias is None else s + layer.score_bias
+    if spec.expert_groups > 1:  # only experts of the best groups, by the sum of a group's two best (DeepSeek-V3, arXiv:2412.19437)
+        grouped = preference.reshape(len(x), spec.expert_groups, -1)
+        _, kept = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, 2)[0], -1), spec.groups_per_token)
+        is_kept = jnp.any(kept[:, :, None] == jnp.arange(spec.expert_groups), 1)
+        preference = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(s.shape)
+    weights, choice = jax.lax.top_k(preference, k)
+    if preference is not s:
+        weights = jnp.take_along_axis(s, choice, -1)
     if spec.norm_topk_prob:
-        total = numerics.exact_sum(weights) if numeric.exact else jnp.sum(weights, -1, keepdims=True)
-        weights = numerics.divide_rows(weights, total)
-    return weights, choice, p
+        total = numerics.exact_sum(weights) if exact else jnp.sum(weights, -1, keepdims=True)
+        weights = numerics.divide_rows(weights, jnp.maximum(total, 1e-20))
+    return weights * spec.routed_scale if spec.routed_scale != 1 else weights, choice, p
 
 
-def _feed_forward(x: Array, e: Experts, numeric: Numerics) -> Array:
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202) of one expert: [t, D] -> [t, D]."""
+def feed_forward(x: Array, e: Mlp, numeric: Numerics) -> Array:
+    """[t, D] -> [t, D] by SwiGLU (Shazeer 2020, arXiv:2002.05202), or its clamped form (gpt-oss): (up + 1) gate sigmoid(1.702 gate)."""
     scales = dict(e.scales)
-    linear = lambda x, name: lora.linear(x, getattr(e, name), e.adapter.get(name), scales.get(name, 1.0), numeric)
+    linear = lambda x, name: lora.linear(
+        x, getattr(e, name), e.adapter.get(name), scales.get(name, 1.0), numeric, e.bias.get(name)
+    )  # fmt: skip
+    sigmoid = numerics.sigmoid if numeric.exact else jax.nn.sigmoid
     gate, up = linear(x, "gate"), linear(x, "up")
-    silu = gate * numerics.sigmoid(gate) if numeric.exact else jax.nn.silu(gate)
-    return linear(silu * up, "down")
+    if e.limit:
+        gate, up = jnp.minimum(gate, e.limit), jnp.clip(up, -e.limit, e.limit)
+        return linear((up + 1) * (gate * sigmoid(gate * 1.702)), "down")
+    return linear(gate * sigmoid(gate) * up, "down")
 
 
 @struct.dataclass
@@ -82,11 +106,13 @@ def _visits(choice: Array, wanted: Array, experts: int, tile: int) -> _Visits:
     return _Visits(slot, token, jnp.minimum(expert, experts - 1), last[-1], tile)
 
 
-def _pick(experts: Experts, e: Array) -> Experts:
+def _pick(experts: Mlp, e: Array) -> Mlp:
     """One expert's weights; an A shared by all experts stays as it is."""
     take = functools.partial(jax.tree.map, lambda w: jax.lax.dynamic_index_in_dim(w, e, 0, keepdims=False))
     adapter = {name: lora.Lora(pair.a if _is_shared(pair) else take(pair.a), take(pair.b)) for name, pair in experts.adapter.items()}
-    return experts.replace(gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter)
+    return experts.replace(
+        gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter, bias=take(experts.bias)
+    )
 
 
 def _is_shared(pair: lora.Lora) -> bool:
@@ -97,7 +123,7 @@ def _append(x: Array, rows: int = 1) -> Array:
     return jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)])
 
 
-def _run(x: Array, choice: Array, wanted: Array, experts: Experts, n_experts: int, numeric: Numerics) -> Array:
+def _run(x: Array, choice: Array, wanted: Array, experts: Mlp, n_experts: int, numeric: Numerics) -> Array:
     """Expert outputs of every wanted pair, [N, k, D]; zero for the others."""
     tile = tile_size(choice.size, n_experts)
     v = _visits(choice, wanted, n_experts, tile)
@@ -105,11 +131,20 @@ def _run(x: Array, choice: Array, wanted: Array, experts: Experts, n_experts: in
 
     def visit(i, out):
         rows = x[jax.lax.dynamic_slice_in_dim(v.token, i * tile, tile)]
-        y = _feed_forward(rows, _pick(experts, v.expert[i]), numeric)
+        y = feed_forward(rows, _pick(experts, v.expert[i]), numeric)
         return jax.lax.dynamic_update_slice_in_dim(out, y, i * tile, 0)
 
     out = jax.lax.fori_loop(0, v.tiles, visit, jnp.zeros((v.token.size + 1, x.shape[1]), f32))
     return out[v.slot].reshape(*choice.shape, -1)
+
+
+def _trained(experts: Mlp) -> list[Array]:
+    return quant.split(experts.replace(bias={}))[0]
+
+
+def _cotangent(experts: Mlp, grads: list[Array]) -> Mlp:
+    """Biases are frozen, like the weights that they belong to."""
+    return quant.cotangent(experts.replace(bias={}), grads).replace(bias=dict.fromkeys(experts.bias))
 
 
 def tile_size(pairs: int, experts: int) -> int:
@@ -133,7 +168,7 @@ def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics)
     return total.astype(f32) * s
 
 
-def _backward_run(x: Array, weights: Array, choice: Array, wanted: Array, experts: Experts, n_experts: int, dy: Array):
+def _backward_run(x: Array, weights: Array, choice: Array, wanted: Array, experts: Mlp, n_experts: int, dy: Array):
     """Gradients of sum_k weights * y by the float twin: to x [N, D], weights [N, k] and the list of trained leaves of `experts`."""
     tile = tile_size(choice.size, n_experts)
     v = _visits(choice, wanted, n_experts, tile)
@@ -144,15 +179,17 @@ def _backward_run(x: Array, weights: Array, choice: Array, wanted: Array, expert
         dx, dots, grads = carry
         tokens, w = (jax.lax.dynamic_slice_in_dim(t, i * tile, tile) for t in (v.token, slot_weight))
         e = v.expert[i]
-        trained, rebuild = quant.split(_pick(experts, e))
-        y, vjp = jax.vjp(lambda rows, t: _feed_forward(rows, rebuild(t), Numerics("float")), x[tokens], trained)
+        mine = _pick(experts, e)
+        trained, rebuild = quant.split(mine.replace(bias={}))
+        expert = lambda t: rebuild(t).replace(bias=mine.bias)
+        y, vjp = jax.vjp(lambda rows, t: feed_forward(rows, expert(t), Numerics("float")), x[tokens], trained)
         d = dy[tokens]
         d_rows, d_trained = vjp(d * w[:, None])
         dots = jax.lax.dynamic_update_slice_in_dim(dots, jnp.sum(d * y, -1), i * tile, 0)
         grads = [g + d if g.ndim == d.ndim else g.at[e].add(d) for g, d in zip(grads, d_trained)]
         return dx.at[tokens].add(d_rows), dots, grads
 
-    start = jnp.zeros_like(x), jnp.zeros(v.token.size + 1, f32), [jnp.zeros_like(t) for t in quant.split(experts)[0]]
+    start = jnp.zeros_like(x), jnp.zeros(v.token.size + 1, f32), [jnp.zeros_like(t) for t in _trained(experts)]
     dx, dots, grads = jax.lax.fori_loop(0, v.tiles, visit, start)
     return dx[:-1], dots[v.slot].reshape(choice.shape), grads
 
@@ -191,7 +228,7 @@ def _forward(x, weights, choice, valid, experts, n_experts, numeric, mesh):
     )
 
 
-def _specs(experts: Experts) -> Experts:
+def _specs(experts: Mlp) -> Mlp:
     split, whole = P(meshes.EXPERTS), P()
 
     def of_pair(pair):
@@ -204,7 +241,7 @@ def _specs(experts: Experts) -> Experts:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def routed(
-    x: Array, weights: Array, choice: Array, valid: Array, experts: Experts, n_experts: int, numeric: Numerics, mesh: Mesh | None
+    x: Array, weights: Array, choice: Array, valid: Array, experts: Mlp, n_experts: int, numeric: Numerics, mesh: Mesh | None
 ) -> Array:
     """sum over k of weights * expert(x): [N, D]. Rows that are not valid [N] are not computed, and are zero.
 
@@ -222,7 +259,7 @@ def _routed_backward(n_experts, numeric, mesh, residual, dy):
     if mesh is None or mesh.size == 1:
         wanted = jnp.broadcast_to(valid[:, None], choice.shape)
         dx, dw, grads = _backward_run(x, weights, choice, wanted, experts, n_experts, dy)
-        return dx, dw, None, None, quant.cotangent(experts, grads)
+        return dx, dw, None, None, _cotangent(experts, grads)
 
     def body(x, weights, choice, valid, dy, experts):
         x, weights, choice, valid, dy = _gather(x, weights, choice, valid, dy)
@@ -234,11 +271,11 @@ def _routed_backward(n_experts, numeric, mesh, residual, dy):
         return dx, dw, grads
 
     rows = P(meshes.ROWS)
-    grad_specs = [P() if t.ndim < 3 else P(meshes.EXPERTS) for t in quant.split(experts)[0]]
+    grad_specs = [P() if t.ndim < 3 else P(meshes.EXPERTS) for t in _trained(experts)]
     dx, dw, grads = jax.shard_map(
         body, mesh=mesh, in_specs=(rows,) * 5 + (_specs(experts),), out_specs=(rows, rows, grad_specs), check_vma=False
     )(x, weights, choice, valid, dy, experts)
-    return dx, dw, None, None, quant.cotangent(experts, grads)
+    return dx, dw, None, None, _cotangent(experts, grads)
 
 
 routed.defvjp(_routed_forward, _routed_backward)

@@ -15,12 +15,13 @@ import fnmatch
 import importlib.metadata
 import json
 import math
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -252,3 +253,12 @@ class Monitor:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def loading(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal: gives a function of (done, of all)."""
+    console = rich_console.Console()
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -29,7 +29,6 @@ from rl_adapter.types import Array
 
 f32, i32 = jnp.float32, jnp.int32
 GROUPED = (((2,), (1,)), ((1,), (0,)))  # [M, G, k] x [G, k, N] -> [G, M, N]
-UNROLL = 8  # groups up to which sums over groups are written out: a reduction inside a fusion does not run in vectors on CPU
 LIMIT = {8: 127, 16: 127 * 256 + 127}  # largest |q|: 16 bits are two int8 slices, q = 256 * high + low
 
 
@@ -92,15 +91,17 @@ def int8_dot(a: Array, b: Array, dims) -> Array:
 
 
 def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
-    """Sum over k of q [M, G, k] * codes [G, k, N]: f32 [G, M, N], rounded to f32 once where INT4 sums fit int32, else once a place value.
+    """Sum over k of q [M, G, k] * codes [G, k, N]: f32 [G, M, N], rounded once where a sum of small codes fits int32, else once a place value.
 
     Args:
         q: integers of `bits` bits, as float32.
-        codes: float32 or int integers of `code_bits` (4, 8 or 16) bits.
+        codes: float32 or int integers of `code_bits` bits, |code| <= 2^(code_bits - 1) (up to 8: as int8 holds them).
     """
     k = codes.shape[1]
-    if code_bits == 4 and k <= 8192:
-        return _contract_small(q, bits, codes)
+    if k > 2**16:
+        raise ValueError(f"weight: found {k} input features to a group of scales, need at most {2**16}: more could overflow int32")
+    if code_bits <= 5 and k <= 2 ** (17 - code_bits):
+        return _contract_small(q, bits, codes, code_bits)
     # One dot over stacked slices: four small dots cost more than one of four times the size.
     product = int8_dot(_stacked(q, bits, 0), _stacked(codes, code_bits, 2), GROUPED)
     (m, n), (a, w) = (q.shape[0], codes.shape[2]), (product.shape[1] // q.shape[0], product.shape[2] // codes.shape[2])
@@ -113,21 +114,27 @@ def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
 
 
 def _stacked(q: Array, bits: int, axis: int) -> Array:
-    """The slices of `slices` one after another along `axis`; by broadcast, since XLA's CPU backend concatenates element by element."""
-    if bits <= 8:
+    """Integers as int8 slices of 8 bits, the highest first, one after another along `axis`; by selection from a broadcast, since XLA's
+    CPU backend concatenates element by element."""
+    n = -(-bits // 8)
+    if n == 1:
         return q.astype(jnp.int8)
-    q = jnp.expand_dims(q.astype(i32), axis)
-    high = (q + 128) >> 8
-    index = jnp.arange(2).reshape([2 if a == axis else 1 for a in range(q.ndim)])
-    both = jnp.where(index == 0, high, q - (high << 8)).astype(jnp.int8)
-    return both.reshape(*(2 * n if a == axis else n for a, n in enumerate(jnp.squeeze(q, axis).shape)))
+    rest = jnp.expand_dims(q.astype(i32), axis)
+    index = jnp.arange(n).reshape([n if a == axis else 1 for a in range(rest.ndim)])
+    out = 0
+    for i in reversed(range(n)):  # from the lowest digit, balanced around 0; the highest takes what is left
+        high = (rest + 128) >> 8
+        digit = rest - (high << 8) if i else rest
+        out = jnp.where(index == i, digit, out)
+        rest = high
+    return out.astype(jnp.int8).reshape(*(n * size if a == axis else size for a, size in enumerate(q.shape)))
 
 
-def _contract_small(q: Array, bits: int, codes: Array) -> Array:
-    """`contract` for INT4 codes and at most 8192 features: the whole sum fits int32, and an f32 dot of up to 64 terms is exact."""
+def _contract_small(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
+    """`contract` for codes of at most 5 bits whose whole sum fits int32; an f32 dot of a few terms is exact."""
     if small_integer_dots():
         k = codes.shape[1]
-        chunk = _largest_divisor(k, 64 if bits == 16 else 4096)  # bits + 3 + log2(chunk) <= 24
+        chunk = largest_divisor(k, 2 ** (26 - bits - code_bits))  # (bits - 1) + (code_bits - 1) + log2(chunk) <= 24
         codes = codes.astype(f32).reshape(-1, chunk, codes.shape[2])
         partial = jnp.einsum("mck,ckn->cmn", q.reshape(q.shape[0], -1, chunk), codes, precision="highest")
         if chunk == k:
@@ -139,30 +146,23 @@ def _contract_small(q: Array, bits: int, codes: Array) -> Array:
     return total.astype(f32)
 
 
-def _largest_divisor(n: int, limit: int) -> int:
+def largest_divisor(n: int, limit: int) -> int:
     return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)
 
 
-def sum_of_groups(d: Array, scale: Array, bound: float) -> Array:
-    """Sum over groups g of d [G, M, N] * scale [G, N], exact in int32: f32 [M, N].
+def sum_of_groups(d: Array, ratio: Array, sums: Array | None = None, bias: Array | None = None) -> Array:
+    """Sum over groups g of d [G, M, N] * ratio [G, N] (- sums [G, M, 1] * bias [G, N]), each term rounded once: int32 [M, N].
 
     Args:
-        d: integers, |sum over g of |d|| <= bound.
-        scale: positive; its largest value in a column sets that column's fixed point.
+        d: contractions, and `sums` sums of the same integers, as float32.
+        ratio: the group's scale over the column's fixed-point unit, and `bias` likewise; no sum of terms may reach 2^31.
     """
-    if d.shape[0] == 1:
-        return fence(d[0] * scale[0].astype(f32))
-    scale = scale.astype(f32)
-    largest = functools.reduce(jnp.maximum, list(scale)) if d.shape[0] <= UNROLL else jnp.max(scale, 0)
-    top = power_of_two_above(largest)[None]  # [1, N]
-    shift = 2.0 ** (30 - math.ceil(math.log2(bound)))
-    ratio = scale / top * shift  # every step exact
-    term = lambda g: jnp.round(d[g] * ratio[g]).astype(i32)
-    if d.shape[0] <= UNROLL:
-        total = sum(term(g) for g in range(d.shape[0]))
-    else:
-        total = jnp.sum(jnp.round(d * ratio[:, None]).astype(i32), 0)
-    return total.astype(f32) * (top * (1 / shift))
+
+    def term(g):
+        t = d[g] * ratio[g]
+        return jnp.round(t if bias is None else fence(t) - fence(sums[g] * bias[g])).astype(i32)
+
+    return sum(term(g) for g in range(d.shape[0]))  # written out: a reduction inside a fusion does not run in vectors on CPU
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

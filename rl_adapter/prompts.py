@@ -5,12 +5,13 @@ Life of a prompt: `load` -> `encode` (once, before anything compiles) -> `make_i
 
 import json
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
-from rl_adapter.environments import arithmetic
+from rl_adapter.environments import arithmetic, generated
 from rl_adapter.types import Problem
 
 ENDLESS = 2**40  # indices; more than any run draws
@@ -41,12 +42,12 @@ def _load(data: Any, split: str) -> list[Problem]:
     path, size = data[f"{split}_path"], data[f"{split}_size"]
     if path:
         return read_jsonl(path, f"data.{split}_path")
-    unknown = sorted(set(data.kinds) - set(arithmetic.KINDS))
+    unknown = sorted(set(data.kinds) - generated.POOLS.keys())
     if unknown or not data.kinds:
-        raise ValueError(f"data.kinds: found {unknown or 'none'}, need some of {sorted(arithmetic.KINDS)}")
+        raise ValueError(f"data.kinds: found {unknown or 'none'}, need some of {sorted(generated.POOLS)}")
     if size < 1:
         raise ValueError(f"data.{split}_size: found {size}, need at least 1")
-    return arithmetic.problems(tuple(data.kinds), size, data.seed, split)
+    return generated.problems(tuple(data.kinds), size, data.seed, split)
 
 
 def read_jsonl(path: str, field: str = "path") -> list[Problem]:
@@ -89,9 +90,11 @@ def _parse(line: str, where: str) -> Problem:
     return arithmetic.problem(record["prompt"], record["answer"], record["kind"])
 
 
-def encode(tokenizer: Any, problems: list[Problem], max_length: int, field: str = "data.max_prompt_tokens") -> list[np.ndarray]:
+def encode(
+    tokens_of: Callable[[str], Sequence[int]], problems: list[Problem], max_length: int, field: str = "data.max_prompt_tokens"
+) -> list[np.ndarray]:
     """Token ids of every prompt, int32. A prompt is never cut: longer ones are an error that lists them."""
-    encoded = [np.array(tokenizer.encode(p.prompt), np.int32) for p in problems]
+    encoded = [np.array(tokens_of(p.prompt), np.int32) for p in problems]
     empty = [_short(p.prompt) for p, ids in zip(problems, encoded, strict=True) if len(ids) == 0]
     if empty:
         raise ValueError(f"prompt: found {len(empty)} that encode to no token {_some(empty)}, need at least one")

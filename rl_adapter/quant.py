@@ -1,22 +1,31 @@
-"""The frozen base's weights: AQT `QTensor`s in three packed forms, and the matrix product with them. The only importer of aqt.
+"""The frozen base's weights: packed codes with scales, as they lie on disk, and the matrix product with them. The only importer of aqt.
 
 A weight is contracted over its input features, which come in G groups of g with one scale each (G = 1: one scale a channel).
 
-    form     qvalue                   bytes  codes
-    int4     uint8 [..., G, g/2, N]   0.5    offset 8; the low nibble is feature j, the high one feature j + g/2 of a group
-    int8     int8  [..., G, g, N]     1      -127..127
-    fixed16  int16 [..., 1, K, N]     2      what 16-bit floats become: fixed point relative to the column's largest weight
+    form     qvalue                          bytes  a code is
+    int4     uint8 [..., G, g/2, N]          0.5    a nibble minus 8
+    uint4    uint8 [..., G, g/2, N]          0.5    a nibble; `bias` holds what is subtracted
+    fp4      uint8 [..., G, g/2, N]          0.5    an e2m1 float in a nibble
+    int8     int8  [..., G, g, N]            1      -128..127
+    fp8      float8_e4m3fn [..., G, g, N]    1      an e4m3 float
+    fixed16  int16 [..., 1, K, N]            2      what 16-bit floats become: fixed point relative to the column's largest weight
 
-`scale` is [..., G, N], in the dtype it has on disk. The form is the dtype of `qvalue`, so a QTensor describes itself.
+Of nibbles the low one is feature j and the high one feature j + g/2 of a group. `scale` is a list of arrays to be multiplied, [..., G, N]
+or broadcast against it, in the dtype that they have on disk; uint8 ones are e8m0 exponents. `bias` is an empty list or [b]: value =
+code * scale - b. Where features are grouped out of order (GPTQ's act-order), `order` [..., K] says which input each stored one is.
+
 Nibbles are packed by hand: XLA's CPU backend widens a whole `jnp.int4` array, all layers of it, at every call.
 """
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from aqt.jax.v2.aqt_tensor import QTensor
 from flax import struct
@@ -25,8 +34,50 @@ from rl_adapter import numerics
 from rl_adapter.types import Array, Numerics, PyTree
 
 f32 = jnp.float32
-BITS = {"uint8": 4, "int8": 8, "int16": 16}
+ROWS, UNROLL = 128, 64  # rows, and groups, that are multiplied at once where there are groups
 FORMS = {"int4": (4, 0), "int4_g32": (4, 32), "int4_g128": (4, 128), "int8": (8, 0), "fixed16": (16, 0)}  # bits, group (0: the channel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How codes of one kind are stored and multiplied."""
+
+    dtype: str
+    bits: int  # of the integers that a contraction sees, as `numerics.contract` counts them
+    largest: int  # of those integers
+    unit: float = 1.0  # value of the integer 1
+    nibbles: bool = False
+
+
+STORED = {
+    "int4": Form("uint8", 4, 8, nibbles=True),
+    "uint4": Form("uint8", 5, 15, nibbles=True),
+    "fp4": Form("uint8", 5, 12, 0.5, nibbles=True),
+    "int8": Form("int8", 8, 128),
+    "fp8": Form("float8_e4m3fn", 24, 448 * 512, 2.0**-9),
+    "fixed16": Form("int16", 16, numerics.LIMIT[16]),
+}
+
+
+@struct.dataclass
+class Weight:
+    """AQT's QTensor, and what its codes mean."""
+
+    tensor: QTensor
+    form: str = struct.field(pytree_node=False)
+    order: Array | None = None
+
+    @property
+    def qvalue(self) -> Array:
+        return self.tensor.qvalue
+
+    @property
+    def scale(self) -> list[Array]:
+        return self.tensor.scale
+
+    @property
+    def bias(self) -> list[Array]:
+        return self.tensor.bias
 
 
 @struct.dataclass
@@ -34,19 +85,18 @@ class Trainable:
     """A float32 matrix that is optimized, and the same in fixed point, made once per update, that the exact forward pass reads."""
 
     master: Array  # [..., K, R]
-    fixed: PyTree  # fixed16 QTensor; None in float mode
+    fixed: PyTree  # fixed16 Weight; None in float mode
 
 
 def is_quantized(w: PyTree) -> bool:
-    return isinstance(w, QTensor)
+    return isinstance(w, Weight)
 
 
-def qtensor(qvalue: Array, scale: Array) -> QTensor:
-    return QTensor(qvalue=qvalue, scale=[scale], scale_t=None, bias=[], dequant_dtype=f32)
-
-
-def bits(w: QTensor) -> int:
-    return BITS[jnp.dtype(w.qvalue.dtype).name]
+def weight(form: str, qvalue: Array, *scale: Array, bias: Array | None = None, order: Array | None = None) -> Weight:
+    if jnp.dtype(qvalue.dtype) != STORED[form].dtype:
+        raise ValueError(f"{form}: found codes in {qvalue.dtype}, need {STORED[form].dtype}")
+    bias = [] if bias is None else [bias]
+    return Weight(QTensor(qvalue=qvalue, scale=list(scale), scale_t=None, bias=bias, dequant_dtype=f32), form, order)
 
 
 def shape(w: PyTree) -> tuple[int, ...]:
@@ -56,38 +106,80 @@ def shape(w: PyTree) -> tuple[int, ...]:
     if not is_quantized(w):
         return w.shape
     *lead, groups, width, n = w.qvalue.shape
-    return (*lead, groups * width * (2 if bits(w) == 4 else 1), n)
+    return (*lead, groups * width * (2 if STORED[w.form].nibbles else 1), n)
 
 
-def pack(codes: np.ndarray, scale: np.ndarray) -> QTensor:
-    """Integer codes [..., G, g, N] (int8; -8..7 where they are to be INT4) with scales [..., G, N] -> INT4 QTensor (host arrays)."""
-    half = codes.shape[-2] // 2
-    offset = (codes.astype(np.int8) + 8).astype(np.uint8)
-    return qtensor(offset[..., :half, :] | (offset[..., half:, :] << 4), scale)
+def join_nibbles(nibbles: np.ndarray) -> np.ndarray:
+    """Nibbles uint8 [..., G, g, N] -> packed qvalue [..., G, g/2, N] (host arrays)."""
+    half = nibbles.shape[-2] // 2
+    return nibbles[..., :half, :] | (nibbles[..., half:, :] << 4)
 
 
-def unpack(w: QTensor) -> Array:
-    """The integer codes [..., G, g, N]: f32 of an int4, else as they are."""
-    if bits(w) != 4:
-        return w.qvalue
+def split_nibbles(qvalue: np.ndarray) -> np.ndarray:
+    """The inverse of `join_nibbles`."""
+    return np.concatenate([qvalue & 15, qvalue >> 4], -2)
+
+
+def pack(codes: np.ndarray, scale: np.ndarray) -> Weight:
+    """Integer codes -8..7 [..., G, g, N] (int8) with scales [..., G, N] -> INT4 Weight (host arrays)."""
+    return weight("int4", join_nibbles((codes.astype(np.int8) + 8).astype(np.uint8)), scale)
+
+
+def unpack(form: str, qvalue: Array) -> Array:
+    """Codes as integers [..., G, g, N] in units of the form's `unit`: int8 and int16 as they are, else exact in f32."""
+    if form == "fp8":
+        return qvalue.astype(f32) / STORED[form].unit
+    if not STORED[form].nibbles:
+        return qvalue
     shift = jnp.array([0, 4], jnp.int32)[:, None, None]  # a broadcast runs in vectors, a concatenation element by element
-    codes = ((w.qvalue[..., None, :, :].astype(jnp.int32) >> shift) & 15).astype(f32) - 8
-    *lead, half, n = w.qvalue.shape
+    nibbles = (qvalue[..., None, :, :].astype(jnp.int32) >> shift) & 15
+    if form == "fp4":
+        exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
+        magnitude = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+        codes = jnp.where(nibbles > 7, -magnitude, magnitude).astype(f32)
+    else:
+        codes = nibbles.astype(f32) - (8 if form == "int4" else 0)
+    *lead, half, n = qvalue.shape
     return codes.reshape(*lead, 2 * half, n)
 
 
+def scales(w: Weight) -> Array:
+    """The value of a form's unit in each group: f32 [..., G, N]."""
+
+    def value(s):
+        if s.dtype == jnp.uint8:  # e8m0: an exponent of 0, 2^-127, is read as 0, as denormal numbers are
+            return jax.lax.bitcast_convert_type(s.astype(jnp.int32) << 23, f32)
+        return s.astype(f32)
+
+    product = functools.reduce(jnp.multiply, [value(s) for s in w.scale]) * STORED[w.form].unit
+    *lead, groups, _, n = w.qvalue.shape
+    return jnp.broadcast_to(product, (*lead, groups, n))
+
+
 def dequantize(w: PyTree) -> Array:
-    """The float weight [..., K, N]."""
+    """The float weight [..., K, N], features in the order of the input."""
     if isinstance(w, Trainable):
         return w.master
     if not is_quantized(w):
         return w
-    value = unpack(w).astype(f32) * w.scale[0].astype(f32)[..., None, :]
-    return value.reshape(shape(w))
+    value = unpack(w.form, w.qvalue).astype(f32) * scales(w)[..., None, :]
+    if w.bias:
+        value = value - w.bias[0].astype(f32)[..., None, :]
+    value = value.reshape(shape(w))
+    if w.order is None:
+        return value
+    return jnp.take_along_axis(value, jnp.argsort(w.order, -1)[..., None], -2)
 
 
-def quantize(w, form: str, name: str = "weight") -> QTensor:
-    """A float weight [..., K, N] -> host QTensor: symmetric, codes within +-amax of the grid amax/7 (INT4) or amax/127 (INT8).
+def columns(w: PyTree, index: Array) -> Array:
+    """Columns of a weight [K, N] as rows: index [...] -> f32 [..., K]. An embedding that is tied to a quantized head."""
+    flat = index.reshape(-1)
+    picked = jax.tree.map(lambda a: a if a.shape[-1] == 1 else jnp.take(a, flat, axis=-1), w)
+    return dequantize(picked).T.reshape(*index.shape, -1)
+
+
+def quantize(w, form: str, name: str = "weight") -> Weight:
+    """A float weight [..., K, N] -> host Weight: symmetric, codes within +-amax of the grid amax/7 (INT4) or amax/127 (INT8).
 
     fixed16 has a power-of-two scale, under which a bfloat16 weight loses nothing above 2^-15 of the largest one in its column.
     """
@@ -111,7 +203,7 @@ def quantize(w, form: str, name: str = "weight") -> QTensor:
     codes = np.clip(np.round(w / scale[..., None, :]), -limit, limit)
     if n_bits == 4:
         return pack(codes.astype(np.int8), scale)
-    return qtensor(codes.astype({8: np.int8, 16: np.int16}[n_bits]), scale)
+    return weight({8: "int8", 16: "fixed16"}[n_bits], codes.astype({8: np.int8, 16: np.int16}[n_bits]), scale)
 
 
 def trainable(w: Array, numeric: Numerics) -> Trainable:
@@ -119,9 +211,9 @@ def trainable(w: Array, numeric: Numerics) -> Trainable:
     return Trainable(w, fixed_columns(jax.lax.stop_gradient(w)) if numeric.exact else None)
 
 
-def fixed_columns(w: Array) -> QTensor:
+def fixed_columns(w: Array) -> Weight:
     q, s = numerics.fixed_point(jnp.swapaxes(w, -1, -2), 16)
-    return qtensor(jnp.swapaxes(q, -1, -2)[..., None, :, :].astype(jnp.int16), s[..., None, :, 0])
+    return weight("fixed16", jnp.swapaxes(q, -1, -2)[..., None, :, :].astype(jnp.int16), s[..., None, :, 0])
 
 
 def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
@@ -131,19 +223,53 @@ def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
         w = w.fixed
     if not is_quantized(w):
         raise ValueError("numerics: 'exact' needs every weight quantized, found a float array; use 'float' to pretrain")
-    n_bits, (k, n) = bits(w), shape(w)
+    form, bits, (k, n) = STORED[w.form], numeric.act_bits, shape(w)
     groups = w.qvalue.shape[0]
-    q, s = numerics.fixed_point(x.reshape(-1, k), numeric.act_bits)
-    d = numerics.contract(q.reshape(-1, groups, k // groups), numeric.act_bits, unpack(w), n_bits)
-    y = numerics.sum_of_groups(d, w.scale[0], float(k) * 2.0 ** (numeric.act_bits + n_bits - 2)) * s
-    return y.reshape(*x.shape[:-1], n)
+    q, s = numerics.fixed_point(x.reshape(-1, k), bits)
+    if w.order is not None:
+        q = jnp.take(q, w.order, axis=-1)
+    q = q.reshape(-1, groups, k // groups)
+    scale = scales(w)
+    if groups == 1 and not w.bias:
+        y = numerics.fence(numerics.contract(q, bits, unpack(w.form, w.qvalue), form.bits)[0] * scale[0])
+        return (y * s).reshape(*x.shape[:-1], n)
+    bias = w.bias[0].astype(f32) if w.bias else None
+    # |sum over k of x w| <= k 2^(bits - 1) top, times 2 where a bias is subtracted from it.
+    largest = jnp.max(scale, 0) * form.largest
+    if bias is not None:
+        largest = 2 * jnp.maximum(largest, jnp.max(jnp.abs(bias), 0))
+    top = numerics.power_of_two_above(largest)
+    unit = top * 2.0 ** (math.ceil(math.log2(k)) + bits - 1 - 30)
+
+    def sum_of_groups(q, qvalue, scale, bias):
+        d = numerics.contract(q, bits, unpack(w.form, qvalue), form.bits)
+        sums = None if bias is None else jnp.sum(q, -1).T[..., None]  # [G, M, 1], exact
+        return numerics.sum_of_groups(d, scale / unit, sums, None if bias is None else bias / unit)
+
+    def rows(q):  # [M, G, k] -> int32 [M, N]
+        block = numerics.largest_divisor(groups, UNROLL)
+        if block == groups:
+            return sum_of_groups(q, w.qvalue, scale, bias)
+        split = lambda a: a.reshape(-1, block, *a.shape[1:])
+        blocks = jnp.moveaxis(q.reshape(len(q), -1, block, k // groups), 1, 0), split(w.qvalue), split(scale)
+        add = lambda total, part: (total + sum_of_groups(*part), None)
+        blocks += (None if bias is None else split(bias),)
+        return jax.lax.scan(add, jnp.zeros((len(q), n), jnp.int32), blocks)[0]
+
+    # Some rows and groups at a time, or the products of all groups would be in memory together.
+    m = len(q)
+    if m <= ROWS:
+        total = rows(q)
+    else:
+        total = jax.lax.map(rows, jnp.pad(q, ((0, -m % ROWS), (0, 0), (0, 0))).reshape(-1, ROWS, *q.shape[1:])).reshape(-1, n)[:m]
+    return (total.astype(f32) * unit * s).reshape(*x.shape[:-1], n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Array, w: PyTree, numeric: Numerics) -> Array:
     """x [..., K] @ w [K, N] -> f32 [..., N]. The residual kept for the backward pass is the packed weight.
 
-    The derivative is that of the float twin: a QTensor has none; a Trainable and a float array (pretraining) have.
+    The derivative is that of the float twin: a `Weight` has none; a Trainable and a float array (pretraining) have.
     """
     return _forward(x, w, numeric)
 
@@ -166,7 +292,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _is_weight(w: PyTree) -> bool:
-    return isinstance(w, QTensor | Trainable)
+    return isinstance(w, Weight | Trainable)
 
 
 def split(tree: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
@@ -200,10 +326,21 @@ def fake_quantize(w: Array, group: int) -> Array:
 
 
 def digest(base: PyTree) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of every leaf: the identity of a frozen base."""
-    h = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(base):
-        array = np.ascontiguousarray(jax.device_get(leaf))
-        h.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode())
-        h.update(array.view(np.uint8).data)
+    """The identity of a frozen base: SHA-256 over name, shape, dtype and bytes of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(base)
+    return join_digests({jax.tree_util.keystr(path): leaf_digest(leaf) for path, leaf in leaves})
+
+
+def leaf_digest(leaf: Array) -> str:
+    h = hashlib.sha256(leaf_header(leaf.shape, leaf.dtype))
+    h.update(np.ascontiguousarray(jax.device_get(leaf)).view(np.uint8).data)
     return h.hexdigest()
+
+
+def leaf_header(shape: tuple[int, ...], dtype) -> bytes:
+    """What the digest of a leaf begins with; its bytes follow, and may come in parts."""
+    return f"{tuple(shape)} {jnp.dtype(dtype)}".encode()
+
+
+def join_digests(of_leaves: Mapping[str, str]) -> str:
+    return hashlib.sha256("\n".join(f"{name} {of_leaves[name]}" for name in sorted(of_leaves)).encode()).hexdigest()

@@ -10,27 +10,26 @@ import numpy as np
 
 from rl_adapter.types import Problem
 
-MARK = "Answer:"
 WINDOW = 10_000  # characters from the end that are looked at; an answer comes last
 LONGEST_ANSWER = 200  # characters
 TRAILING = ".,;:!?"  # punctuation that ends a sentence and is no part of an answer
 
 
-def extract(text: str, words: int = 1) -> str | None:
-    """What follows the last "Answer:": so many words, without trailing punctuation; None where there is nothing.
+def extract(text: str, mark: str, words: int = 1) -> str | None:
+    """What follows the last `mark`, or stands first where that is '': so many words, without trailing punctuation; None for nothing.
 
     The last one counts, so that a model may correct itself; only as many words as the gold answer has, so that listing
     candidates gains nothing.
     """
-    _, mark, tail = text[-WINDOW:].rpartition(MARK)
+    _, there, tail = text[-WINDOW:].rpartition(mark) if mark else ("", True, text)
     found = _clean(tail[: 2 * LONGEST_ANSWER].split()[:words])
-    return found if mark and 0 < len(found) <= LONGEST_ANSWER else None
+    return found if there and 0 < len(found) <= LONGEST_ANSWER else None
 
 
-def exact_match(text: str, problem: Problem) -> float:
+def exact_match(text: str, problem: Problem, mark: str = "Answer:") -> float:
     """1.0 if the extracted answer is the gold answer, character by character; else 0.0."""
     gold = problem.answer.split()
-    return float(extract(text, len(gold)) == _clean(gold))
+    return float(extract(text, mark, len(gold)) == _clean(gold))
 
 
 def _clean(words: list[str]) -> str:

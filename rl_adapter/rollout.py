@@ -113,7 +113,7 @@ def generate(
     stops = jnp.array(sampling.stop_ids, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(t_), (p_, t_))
     first = models.apply(model, base, adapter, prompts, positions, positions < lengths[:, None], models.prefill(numeric, lengths))
-    cache = models.Cache(first.keys, models.keys_like(model, (spec.layers, p_, spec.kv_heads, g_, c_)))
+    cache = models.Cache(first.keys, models.keys_like(model, p_, g_, c_))
     last = jnp.take_along_axis(first.hidden, (lengths - 1)[:, None, None], 1)[:, 0]
     z = jnp.repeat(models.logits(model, base, adapter, last), g_, 0)  # [P * G, V]
 
@@ -128,7 +128,7 @@ def generate(
     token, logprobs, going = draw(z, jnp.int32(0), live)
     put = lambda buffer, x, t: jax.lax.dynamic_update_slice_in_dim(buffer, x[..., None], t, -1)
     buffers = [put(jnp.full((p_, g_, c_), fill, x.dtype), x, 0) for x, fill in zip([token, *logprobs], (sampling.pad_id, 0.0, 0.0, 0.0))]
-    choices = jnp.zeros((c_, spec.layers, p_, g_, spec.experts_per_token), jnp.int16)
+    choices = jnp.zeros((c_, spec.sparse_layers, p_, g_, spec.experts_per_token), jnp.int16)
 
     def more(state):
         return (state[0] + 1 < c_) & jnp.any(state[2])

@@ -1,17 +1,23 @@
 """What training, evaluation and the consistency check start from: a config turned into a model, a base on a mesh, and data."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import lora, prompts, quant, rollout
+from rl_adapter import lora, monitor, prompts, reward, rollout
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
-from rl_adapter.hub import families, load
+from rl_adapter.hub import chat, load, peft_read
 from rl_adapter.hub import tokenizer as tokenizers
-from rl_adapter.types import Base, Numerics, Problem
+from rl_adapter.types import Array, Base, Numerics, Problem
+
+PROBE = 64  # tokens that an adapter is tried on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +27,15 @@ class Session:
     digest: str  # of the base
     tokenizer: tokenizers.Tokenizer
     report: dict  # of the loader: what was taken as it lies on disk, what was quantized
+    initial: lora.Adapter | None = None  # that of `adapter.init`, on the host
 
 
 def open_session(config: ConfigDict) -> Session:
     """Check the config against the model and the devices, then load the base onto the mesh. Nothing compiles before all checks."""
     configs.validate(config)
-    directory = configs.model_dir(config)
     mesh = meshes.make(config.mesh.data, config.mesh.expert, config.mesh.model)
-    spec = families.read_spec(directory)
+    checkpoint = load.open_checkpoint(configs.model_path(config))
+    spec = checkpoint.spec
     parts = config.optimizer.minibatches * config.optimizer.accumulate
     meshes.check(mesh, spec, prompts=config.rollout.prompts // parts)
     context = config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -36,13 +43,20 @@ def open_session(config: ConfigDict) -> Session:
         raise ValueError(
             f"context: found {context} tokens (prompt and completion), need at most the model's {spec.max_positions} positions"
         )
-    tokenizer = tokenizers.load_tokenizer(directory, spec.vocab)
-    spec, base, report = load.load(directory, config.quantize)
+    tokenizer = checkpoint.tokenizer()
+    stop_ids(config, tokenizer)
     adapter = lora.adapter_spec(config.adapter)
-    jax.eval_shape(lambda: lora.init(adapter, base, jax.random.key(0)))  # refuses ranks that do not fit
-    digest = quant.digest(base)
+    initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
+    with monitor.loading(f"loading {checkpoint.path.name}") as progress:
+        loaded = load.load(checkpoint, config.quantize, mesh, progress)
+    jax.eval_shape(lambda: lora.init(adapter, loaded.base, jax.random.key(0)))  # refuses ranks that do not fit
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)
-    return Session(model, models.place(spec, base, mesh, context), digest, tokenizer, report)
+    session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial)
+    if initial is not None and not moves_logits(session, init_adapter(config, session)):
+        raise ValueError(
+            f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"
+        )
+    return session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +70,58 @@ class Data:
 
 def open_data(config: ConfigDict, session: Session, split: str) -> Data:
     problems = prompts.load(config.data, split)
-    encoded = prompts.encode(session.tokenizer, problems, config.data.max_prompt_tokens)
+    text = lambda prompt: config.data.prompt.replace("{prompt}", prompt)
+    if config.data.chat:
+        tokens_of = lambda prompt: chat.start(session.tokenizer, [{"role": "user", "content": text(prompt)}]).ids
+    else:
+        tokens_of = lambda prompt: session.tokenizer.encode(text(prompt))
+    encoded = prompts.encode(tokens_of, problems, config.data.max_prompt_tokens)
     return Data(problems, encoded, rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens))
 
 
 def sampling(config: ConfigDict, session: Session, greedy: bool = False) -> rollout.Sampling:
-    r, t = config.rollout, session.tokenizer
+    r, pad, stops = config.rollout, session.tokenizer.pad_id, stop_ids(config, session.tokenizer)
     if greedy:
-        return rollout.Sampling(1, r.max_new_tokens, t.stop_ids, t.pad_id, temperature=0.0)
-    return rollout.Sampling(r.group, r.max_new_tokens, t.stop_ids, t.pad_id, r.temperature, r.top_k, r.top_p)
+        return rollout.Sampling(1, r.max_new_tokens, stops, pad, temperature=0.0)
+    return rollout.Sampling(r.group, r.max_new_tokens, stops, pad, r.temperature, r.top_k, r.top_p)
 
 
-def init_adapter(config: ConfigDict, session: Session) -> dict:
-    """A new adapter on the mesh."""
-    adapter = lora.init(session.model.adapter, session.base, jax.random.key(config.seed))
+def stop_ids(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The model's own stop tokens, and those of `rollout.stop`."""
+    more = []
+    for text in config.rollout.stop:
+        ids = tokenizer.encode(text, special=False)
+        if len(ids) != 1:
+            raise ValueError(f"rollout.stop: found {text!r}, which is {len(ids)} tokens of the model, need texts of one token")
+        more += ids
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *more)))
+
+
+def reward_of(config: ConfigDict) -> Callable[[str, Problem], float]:
+    return functools.partial(reward.exact_match, mark=config.reward.mark)
+
+
+def init_adapter(config: ConfigDict, session: Session) -> lora.Adapter:
+    """A new adapter on the mesh, or the one to start from."""
+    adapter = session.initial or lora.init(session.model.adapter, session.base, jax.random.key(config.seed))
     return jax.device_put(adapter, meshes.adapter_shardings(session.model.mesh, adapter))
+
+
+def moves_logits(session: Session, adapter: lora.Adapter) -> bool:
+    """Whether any logit of a few random tokens is another than the base's."""
+    rows = meshes.row_shards(session.model.mesh)
+    length = min(session.base.rope[0].shape[0], -(-PROBE // rows))
+    tokens = np.random.default_rng(0).integers(session.model.spec.vocab, size=(rows, length), dtype=np.int32)
+    return bool(_moves(session.model, session.base, adapter, jax.device_put(tokens, meshes.rows(session.model.mesh))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _moves(model: models.Model, base: Base, adapter: lora.Adapter, tokens: Array) -> Array:
+    lengths, valid = jnp.full(len(tokens), tokens.shape[1]), jnp.ones(tokens.shape, bool)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def logits(adapter):
+        out = models.apply(model, base, adapter, tokens, positions, valid, models.prefill(model.numeric, lengths))
+        return models.logits(model, base, adapter, out.hidden.reshape(-1, model.spec.d_model))
+
+    return jnp.any(logits(lora.prepare(adapter, model.numeric)) != logits(None))

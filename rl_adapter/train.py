@@ -88,12 +88,12 @@ def train_step(config, session, data, indices, state, tx, step: int, workdir) ->
     times.append(time.monotonic())
     problems = [data.problems[i] for i in indices for _ in range(config.rollout.group)]
     texts = [session.tokenizer.decode(row) for row in rollout.completions(samples)]
-    rewards, failures = reward.score(texts, problems)
+    rewards, failures = reward.score(texts, problems, sessions.reward_of(config))
     rewards = rewards.reshape(len(indices), -1)
     advantages = advantage.group_normalized(rewards, config.loss.advantage_eps)
     keep_samples(workdir / "samples", step, texts, problems, rewards, failures)
     times.append(time.monotonic())
-    cfg = loss.GRPO(config.loss.clip_low, config.loss.clip_high, config.loss.kl)
+    cfg = loss.GRPO(config.loss.clip_low, config.loss.clip_high, config.loss.kl, config.loss.measure_kl)
     parts, each = config.optimizer.minibatches, len(indices) // config.optimizer.minibatches
     rows = meshes.rows(model.mesh)
     updates = []

@@ -20,7 +20,7 @@ from rl_adapter.types import Array, Base, PyTree, Rollout
 class State:
     """All that a run changes: saved whole, restored whole."""
 
-    adapter: dict
+    adapter: lora.Adapter
     optimizer: PyTree
     step: Array  # [] int32: updates done
 
@@ -54,7 +54,7 @@ def packed_inputs(r: Rollout) -> tuple[Array, Array, Array]:
     return tokens, positions, jnp.concatenate([jnp.arange(t_) < r.prompt_lengths[:, None], fed], 1)
 
 
-def score(model: models.Model, base: Base, adapter: dict | None, r: Rollout, temperature: float = 1.0):
+def score(model: models.Model, base: Base, adapter: lora.Adapter | None, r: Rollout, temperature: float = 1.0):
     """Logprobs of every completion token by one forward pass over packed rows.
 
     Returns:
@@ -82,19 +82,23 @@ def _microbatch(model, base, cfg, temperature, adapter, r: Rollout, advantage: A
     """Loss of some prompts as their share of an update over `tokens` completion tokens, and sums for metrics."""
     mask = jnp.arange(r.tokens.shape[-1]) < r.lengths[..., None]
     (tempered, scored, entropy), out = score(model, base, lora.prepare(adapter, model.numeric), r, temperature)
-    (_, reference, _), ref = jax.lax.stop_gradient(score(model, base, None, r, 1.0))
+    reference = ref = None
+    if cfg.kl or cfg.measure_kl:
+        (_, reference, _), ref = jax.lax.stop_gradient(score(model, base, None, r, 1.0))
     total, sums = losses.grpo(cfg, tempered, r.tempered_logprobs, scored, reference, advantage, mask)
     _, _, valid = packed_inputs(r)
     p_, t_ = r.prompts.shape
-    sampled = jnp.concatenate([r.prompt_choices, r.choices.reshape(r.choices.shape[0], p_, -1, r.choices.shape[-1])], 2)
+    layers, _, group, c_, k = r.choices.shape
+    sampled = jnp.concatenate([r.prompt_choices, r.choices.reshape(layers, p_, group * c_, k)], 2)
     gap = jnp.where(mask, jnp.abs(scored - r.scored_logprobs), 0.0)
     sums |= {
         "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
         "mismatch/mean_abs_logprob_diff": jnp.sum(gap),
         "mismatch/expert_flips": jnp.sum((sampled != out.choices) & valid[None, ..., None]).astype(jnp.float32),
         "loads": expert_loads(out.choices, valid, model.spec.experts),
-        "base_loads": expert_loads(ref.choices, valid, model.spec.experts),
     }
+    if ref is not None:
+        sums["base_loads"] = expert_loads(ref.choices, valid, model.spec.experts)
     largest = {
         "mismatch/max_abs_logprob_diff": jnp.max(gap),
         "ratio/max": jnp.max(jnp.where(mask, jnp.exp(tempered - r.tempered_logprobs), 0.0)),
@@ -131,7 +135,7 @@ def update(
         (value, sums, largest, grads), _ = jax.lax.scan(part, (value, sums, largest, grads), inputs)
     updates, optimizer_state = tx.update(grads, state.optimizer, state.adapter)
     new = State(optax.apply_updates(state.adapter, updates), optimizer_state, state.step + 1)
-    loads, base_loads = sums.pop("loads"), sums.pop("base_loads")
+    loads, base_loads = sums.pop("loads"), sums.pop("base_loads", None)
     share = lambda x: x / jnp.maximum(jnp.sum(x, -1, keepdims=True), 1)
     flips = sums.pop("mismatch/expert_flips")
     metrics = {name: x / tokens for name, x in sums.items()} | largest
@@ -139,12 +143,16 @@ def update(
         "loss": value,
         "grad_norm": optax.tree.norm(grads),
         "mismatch/expert_flips": flips,
-        "moe/load": share(loads),
-        "moe/base_load": share(base_loads),
-        "moe/load_max_over_mean": jnp.mean(jnp.max(share(loads), -1)) * model.spec.experts,
-        # Both route the same pairs, so the counts compare as they are: equal loads give an exact 0.
-        "moe/load_shift_from_base": jnp.sum(jnp.abs(loads - base_loads)) / jnp.maximum(2 * jnp.sum(loads), 1),
     }
+    if model.spec.sparse_layers:
+        metrics |= {
+            "moe/load": share(loads),
+            "moe/load_max_over_mean": jnp.mean(jnp.max(share(loads), -1)) * model.spec.experts,
+        }
+        if base_loads is not None:
+            # Both route the same pairs, so the counts compare as they are: equal loads give an exact 0.
+            shift = jnp.sum(jnp.abs(loads - base_loads)) / jnp.maximum(2 * jnp.sum(loads), 1)
+            metrics |= {"moe/base_load": share(base_loads), "moe/load_shift_from_base": shift}
     return new, metrics
 
 

@@ -7,15 +7,16 @@ import ml_dtypes
 import numpy as np
 
 from rl_adapter import quant
+from rl_adapter.hub import rope
 from rl_adapter.types import Base, Layer, Spec
 
 
 def decode(w) -> np.ndarray:
-    """A weight as float64 [..., K, N]: a `QTensor`'s documented layout, read one feature at a time; a float array as it is."""
+    """A weight as float64 [..., K, N]: a `Weight`'s documented layout, read one feature at a time; a float array as it is."""
     if not quant.is_quantized(w):
         return np.asarray(w, np.float64)
     qvalue, scale = np.asarray(w.qvalue), np.asarray(w.scale[0]).astype(np.float64)
-    nibbles = qvalue.dtype == np.uint8
+    nibbles = w.form == "int4"
     *lead, groups, width, n = qvalue.shape
     size = width * 2 if nibbles else width
     out = np.zeros((*lead, groups * size, n))
@@ -35,10 +36,10 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
 
-def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+def rotate(x: np.ndarray, position: int, frequencies) -> np.ndarray:
     """RoPE of one head's vector [d]: feature i turns with feature i + d/2."""
     half = len(x) // 2
-    angle = position * theta ** (-np.arange(half) / half)
+    angle = position * np.asarray(frequencies)
     a, b = x[:half], x[half:]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
 
@@ -61,7 +62,7 @@ def forward(spec: Spec, base: Base, tokens, adapter: dict[str, tuple] | None = N
     adapter = adapter or {}
 
     def linear(x, field, *index):
-        weight = getattr(base, field) if field == "head" else getattr(base.layers, field)
+        weight = getattr(base, field) if field == "head" else getattr(base.layers[0], field)
         w = decode(_pick(weight, index))
         y = x @ w
         if field in adapter:
@@ -79,16 +80,16 @@ def forward(spec: Spec, base: Base, tokens, adapter: dict[str, tuple] | None = N
     choices = np.zeros((spec.layers, length, spec.experts_per_token), int)
     x = np.asarray(base.embed).astype(np.float64)[tokens]  # [T, D]
     for layer in range(spec.layers):
-        norms = {f: np.asarray(getattr(base.layers, f))[layer] for f in ("attn_norm", "q_norm", "k_norm", "mlp_norm")}
+        norms = {f: np.asarray(getattr(base.layers[0], f))[layer] for f in ("attn_norm", "q_norm", "k_norm", "mlp_norm")}
         h = rms_norm(x, norms["attn_norm"], spec.norm_eps)
         q = rms_norm(linear(h, "q", layer).reshape(length, spec.heads, d), norms["q_norm"], spec.norm_eps)
         k = rms_norm(linear(h, "k", layer).reshape(length, spec.kv_heads, d), norms["k_norm"], spec.norm_eps)
         v = linear(h, "v", layer).reshape(length, spec.kv_heads, d)
         attended = np.zeros((length, spec.heads, d))
         for head in range(spec.heads):
-            keys = np.array([rotate(k[s, head // group], s, spec.rope_theta) for s in range(length)])
+            keys = np.array([rotate(k[s, head // group], s, spec.rope.frequencies) for s in range(length)])
             for t in range(length):
-                scores = keys[: t + 1] @ rotate(q[t, head], t, spec.rope_theta) / np.sqrt(d)
+                scores = keys[: t + 1] @ rotate(q[t, head], t, spec.rope.frequencies) / np.sqrt(d)
                 attended[t, head] = softmax(scores) @ v[: t + 1, head // group]
         x = x + linear(attended.reshape(length, -1), "o", layer)
 
@@ -113,7 +114,7 @@ def _pick(w, index):
     """One layer's (and expert's) weight of a stacked one."""
     if not quant.is_quantized(w):
         return np.asarray(w)[index]
-    return quant.qtensor(np.asarray(w.qvalue)[index], np.asarray(w.scale[0])[index])
+    return quant.weight(w.form, np.asarray(w.qvalue)[index], np.asarray(w.scale[0])[index])
 
 
 def tiny_spec(**changes) -> Spec:
@@ -121,8 +122,9 @@ def tiny_spec(**changes) -> Spec:
     fields = dict(
         layers=2, d_model=64, heads=4, kv_heads=2, head_dim=32, experts=4, experts_per_token=2, d_expert=32, vocab=48, norm_eps=1e-6
     )  # fmt: skip
-    fields |= dict(rope_theta=10000.0, norm_topk_prob=True, tie_embeddings=False, max_positions=128)
-    return Spec(**(fields | changes))
+    fields |= dict(norm_topk_prob=True, tie_embeddings=False, max_positions=128, qk_norm="head")
+    fields |= changes
+    return Spec(**fields, rope=rope.plain(10000.0, fields["head_dim"]))
 
 
 def random_params(seed: int, spec: Spec) -> Base:
@@ -153,12 +155,13 @@ def random_params(seed: int, spec: Spec) -> Base:
         down=weight(layers, experts, f, d),
     )
     head = embed.T.astype(np.float32) if spec.tie_embeddings else weight(d, spec.vocab)
-    return Base(embed=embed, layers=stacked, final_norm=norm(d), head=head)
+    return Base(embed=embed, layers=(stacked,), final_norm=norm(d), head=head)
 
 
 def random_base(seed: int, spec: Spec, form: str = "int4_g32") -> Base:
     """`random_params` quantized: attention and experts in `form`, router and head in fixed16. Host arrays."""
     params = random_params(seed, spec)
     forms = dict.fromkeys(("q", "k", "v", "o", "gate", "up", "down"), form) | {"router": "fixed16"}
-    layers = params.layers.replace(**{f: quant.quantize(getattr(params.layers, f), forms[f], f) for f in forms})
-    return params.replace(layers=layers, head=quant.quantize(params.head, "fixed16", "head"))
+    (layers,) = params.layers
+    layers = layers.replace(**{f: quant.quantize(getattr(layers, f), forms[f], f) for f in forms})
+    return params.replace(layers=(layers,), head=quant.quantize(params.head, "fixed16", "head"))

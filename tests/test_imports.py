@@ -19,7 +19,7 @@ LAYERS = [
     ("hub", "loss"),  # the loss is a part of the update
     ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor", "samples", "plan"),  # the stages
     ("session",),
-    ("train", "evaluate", "consistency", "sweep", "serve", "report"),
+    ("train", "evaluate", "consistency", "export", "sweep", "serve", "report"),
 ]
 WITHIN = {9}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint"}, "safetensors": {"hub"}}

@@ -24,7 +24,7 @@ SCALAR_CODE = {"xla_backend_optimization_level": 0}  # cheaper machine code; buf
 
 
 def tensor(form, *shape):
-    """The shapes of a QTensor."""
+    """The shapes of a Weight."""
     n_bits, group = quant.FORMS[form]
     *lead, k, n = shape
     group = group or k
@@ -32,7 +32,8 @@ def tensor(form, *shape):
     width = group // 2 if n_bits == 4 else group
     scale = jnp.bfloat16 if n_bits == 4 else jnp.float32
     struct = jax.ShapeDtypeStruct
-    return quant.qtensor(struct((*lead, k // group, width, n), dtype), struct((*lead, k // group, n), scale))
+    name = {4: "int4", 8: "int8", 16: "fixed16"}[n_bits]
+    return quant.weight(name, struct((*lead, k // group, width, n), dtype), struct((*lead, k // group, n), scale))
 
 
 def shapes(spec, context):
@@ -46,7 +47,7 @@ def shapes(spec, context):
         q_norm=f32((layers, spec.head_dim)), k_norm=f32((layers, spec.head_dim)), mlp_norm=f32((layers, d)),
         router=tensor("fixed16", layers, d, e), gate=int4(e, d, f), up=int4(e, d, f), down=int4(e, f, d),
     )  # fmt: skip
-    base = Base(jax.ShapeDtypeStruct((v, d), jnp.bfloat16), stacked, f32((d,)), tensor("fixed16", d, v))
+    base = Base(jax.ShapeDtypeStruct((v, d), jnp.bfloat16), (stacked,), f32((d,)), tensor("fixed16", d, v))
     weights = layers * (2 * d * q + 2 * d * kv + 3 * e * d * f)
     bytes_ = weights / 2 + weights / 32 * 2  # half a byte, and a bfloat16 for each 32
     bytes_ += layers * (2 * d * e + 4 * e) + 2 * d * v + 4 * v  # router and head in 16 bits, a float32 a column
@@ -94,7 +95,8 @@ def test_the_sampler():
     memory = lowered.compile(compiler_options=SCALAR_CODE).memory_analysis()
     assert memory.argument_size_in_bytes == base_bytes + 4 * (P * T + P + P + 1)
     assert memory.temp_size_in_bytes < 4 * 3 * spec.experts * spec.d_model * spec.d_expert
-    int4 = size([w.qvalue for w in (base.layers.gate, base.layers.up, base.layers.down)])
+    (layers,) = base.layers
+    int4 = size([w.qvalue for w in (layers.gate, layers.up, layers.down)])
     assert int4 > base_bytes / 2  # so this was about experts
 
 
@@ -153,7 +155,7 @@ def test_work_grows_with_pairs(monkeypatch, n, experts):
         return linear(x, *args)
 
     monkeypatch.setattr(lora, "linear", counted)
-    experts_ = moe.Experts(w, w, w, {})
+    experts_ = moe.Mlp(w, w, w, {}, {})
     run = jax.jit(lambda x, choice: moe.routed(x, jnp.ones((n, k)), choice, jnp.ones(n, bool), experts_, experts, Numerics("float"), None))
     jax.block_until_ready(run(rng.normal(size=(n, d)).astype(np.float32), choice))
     jax.effects_barrier()

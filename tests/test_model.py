@@ -16,6 +16,7 @@ import reference
 from rl_adapter import lora, numerics, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
+from rl_adapter.attention import Rules
 from rl_adapter.types import Numerics, Rollout
 
 f32 = np.float32
@@ -49,7 +50,8 @@ class World:
 
     @property
     def new_adapter(self):
-        return {name: pair.replace(b=np.zeros_like(pair.b)) for name, pair in self.adapter.items()}
+        is_pair = lambda x: isinstance(x, lora.Lora)
+        return jax.tree.map(lambda pair: pair.replace(b=np.zeros_like(pair.b)), self.adapter, is_leaf=is_pair)
 
     def model(self, numeric, mesh=None):
         return models.Model(self.spec, self.adapter_spec, numeric, mesh or meshes.make(1))
@@ -61,12 +63,14 @@ class World:
     def dense(self):
         """The base with float64 weights, which the reference takes too and need not decode each time."""
         fields = ("q", "k", "v", "o", "router", "gate", "up", "down")
-        layers = self.base.layers.replace(**{f: reference.decode(getattr(self.base.layers, f)) for f in fields})
-        return self.base.replace(layers=layers, head=reference.decode(self.base.head))
+        (layers,) = self.base.layers
+        layers = layers.replace(**{f: reference.decode(getattr(layers, f)) for f in fields})
+        return self.base.replace(layers=(layers,), head=reference.decode(self.base.head))
 
     def reference(self, r, adapter=None, temperature=1.0):
         """Logprobs (at the temperature) and entropies [P, G, C] of completions, 0 beyond their ends; experts of what is fed, by (p, g)."""
-        adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in (adapter or {}).items()}
+        pairs = {} if adapter is None else adapter.layers[0] | ({} if adapter.head is None else {"head": adapter.head})
+        adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in pairs.items()}
         out, entropy, choices = np.zeros(r.tokens.shape), np.zeros(r.tokens.shape), {}
         for p, g in np.ndindex(r.lengths.shape):
             t, c = r.prompt_lengths[p], r.lengths[p, g]
@@ -288,12 +292,22 @@ def test_mesh_gradients(even_float):
 
 
 def test_masks():
-    lengths = jnp.array([3, 2])
-    assert models.keys_before(4, lengths)[:, 0, 0].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
-    assert models.causal(3, lengths[:, None])[:, 0].astype(int).tolist() == [
+    lengths, rules = jnp.array([3, 2]), Rules(1.0)
+    own = jnp.arange(2)
+    assert models.keys_before(4, lengths, own[:1], rules)[:, 0, 0].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert models.causal(3, lengths[:, None], rules)[:, 0].astype(int).tolist() == [
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]],  # padding sees itself, so that it has something to see
     ]
+    window = Rules(1.0, window=jnp.int32(2))
+    assert models.causal(3, lengths[:, None], window)[0, 0].astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    # The completion follows the prompt's last token, not its padding: its first token sees that one, its second one none of them.
+    assert models.keys_before(4, lengths, own, window)[:, 0].astype(int).tolist() == [
+        [[0, 0, 1, 0], [0, 0, 0, 0]],
+        [[0, 1, 0, 0], [0, 0, 0, 0]],
+    ]
+    everything = Rules(1.0, window=jnp.int32(0))
+    assert models.keys_before(4, lengths, own, everything)[:, 0].astype(int).tolist() == [[[1, 1, 1, 0]] * 2, [[1, 1, 0, 0]] * 2]
 
 
 def test_context_must_fit():

@@ -193,24 +193,25 @@ def test_sum_of_probabilities_knows_no_padding_split_or_order(n):
         assert_same_bits(other, total[: len(other)])
 
 
-@pytest.mark.parametrize("groups, n_bits", ((2, 16), (7, 8), (12, 16)))
-def test_sum_of_groups(groups, n_bits):
-    """Close to float64, whatever the order of the groups, for bfloat16 scales as for float32 ones."""
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("groups", (2, 7, 12))
+def test_sum_of_groups(groups, biased):
+    """The integers that NumPy gives by rounding one term at a time, whatever the order of the groups and the rows beside."""
     rng = np.random.default_rng(groups)
-    size = 32
-    limit = numerics.LIMIT[n_bits] * 8 * size
-    d = rng.integers(-limit, limit, (groups, 9, 13)).astype(f32)
-    scale = (2.0 ** rng.uniform(-6, 0, (groups, 13))).astype(ml_dtypes.bfloat16)
-    bound = groups * size * 2.0 ** (n_bits + 2)
+    d, sums = rng.integers(-(2**22), 2**22, (groups, 9, 13)).astype(f32), rng.integers(-(2**22), 2**22, (groups, 9, 1)).astype(f32)
+    ratio, bias = (2.0 ** rng.uniform(-9, 4, (2, groups, 13))).astype(f32)
     order = rng.permutation(groups)
-    ways = ((d, scale), (d[order], scale[order]), (d, scale.astype(f32)), (d[:, :1], scale))
-    total, *others = jax.jit(lambda ways: [numerics.sum_of_groups(*way, bound) for way in ways])(ways)
+    ways = [(d, ratio, sums, bias), tuple(x[order] for x in (d, ratio, sums, bias)), (d[:, :1], ratio, sums[:, :1], bias)]
+    ways = [way if biased else way[:2] for way in ways]
+    total, *others = jax.jit(lambda ways: [numerics.sum_of_groups(*way) for way in ways])(ways)
+    assert total.dtype == np.int32
     for other in others:
-        assert_same_bits(other, total[: len(other)])
-    exact = np.sum(d.astype(np.float64) * scale.astype(np.float64)[:, None], 0)
-    # One of 2^30 steps of the bound, with which a column's largest scale enters, for each group; and one float32 rounding.
-    step = scale.astype(np.float64).max(0) * 2 * bound * 2.0**-29
-    assert (np.abs(total - exact) <= groups * step / 2 + np.abs(exact) * 2.0**-23).all()
+        np.testing.assert_array_equal(other, total[: len(other)])
+    terms = d * ratio[:, None]
+    if biased:
+        fenced = lambda x: (x.view(np.int32) & -2).view(f32)
+        terms = fenced(terms) - fenced(sums * bias[:, None])
+    np.testing.assert_array_equal(total, np.round(terms).astype(np.int64).sum(0))
 
 
 # Contractions
@@ -218,14 +219,16 @@ def test_sum_of_groups(groups, n_bits):
 CONTRACTIONS = ((1, 1, 40, 5), (3, 3, 32, 1), (16, 2, 37, 33), (2, 1, 192, 3))  # M, G, k, N
 
 
-@pytest.mark.parametrize("code_bits", (4, 8, 16))
+@pytest.mark.parametrize("code_bits", (4, 5, 8, 16, 24))
 @pytest.mark.parametrize("n_bits", (8, 16))
 def test_contract_equals_integers(monkeypatch, n_bits, code_bits):
     rng = np.random.default_rng(code_bits)
-    limit = {4: 8, 8: 127, 16: numerics.LIMIT[16]}[code_bits]
-    dtype = {4: np.float32, 8: np.int8, 16: np.int16}[code_bits]
+    limit = {4: 8, 5: 16, 8: 127, 16: numerics.LIMIT[16], 24: 448 * 512}[code_bits]
+    dtype = {4: np.float32, 5: np.float32, 8: np.int8, 16: np.int16, 24: np.float32}[code_bits]
     q = [rng.integers(-numerics.LIMIT[n_bits], numerics.LIMIT[n_bits] + 1, (m, g, k)) for m, g, k, _ in CONTRACTIONS]
-    codes = [rng.integers(-limit, 8 if code_bits == 4 else limit + 1, (g, k, n)) for _, g, k, n in CONTRACTIONS]
+    codes = [rng.integers(-limit, limit if code_bits < 8 else limit + 1, (g, k, n)) for _, g, k, n in CONTRACTIONS]
+    if code_bits == 24:  # e4m3 numbers: at most four bits in a row of the 18 are set
+        codes = [(np.asarray((x / 512).astype(ml_dtypes.float8_e4m3fn), f32) * 512).astype(int) for x in codes]
     small = [np.clip(x, -99, 99) for x in q], [np.clip(x, -99, 99) for x in codes]  # whose sums need no rounding
 
     def engine(small_integer_dots):
@@ -238,22 +241,34 @@ def test_contract_equals_integers(monkeypatch, n_bits, code_bits):
     (found, plain), (other, _) = engine(True), engine(False)
     for a, b, one, two, easy in zip(q, codes, found, other, plain):
         assert_same_bits(one, two)
-        if code_bits == 4:  # one rounding
+        if code_bits <= 5:  # one rounding
             np.testing.assert_array_equal(one, product(a, b).astype(f32))
-        else:  # one a place value, of which there are at most three
+        else:  # one a place value, of which there are at most four
             assert (np.abs(one - product(a, b)) <= 2.0**-22 * product(abs(a), abs(b))).all()
         np.testing.assert_array_equal(easy, product(np.clip(a, -99, 99), np.clip(b, -99, 99)))
 
 
 @pytest.mark.parametrize("small_integer_dots", (True, False))
 @pytest.mark.parametrize("n_bits", (8, 16))
-def test_contract_does_not_overflow(monkeypatch, n_bits, small_integer_dots):
+@pytest.mark.parametrize(
+    "code_bits, k, top_code",
+    [(4, 8192, 8), (4, 2**16, 8), (5, 4096, 16), (5, 2**16, 16), (8, 2**16, 128), (16, 2**16, 32639), (24, 2**16, 448 * 512)],
+)
+def test_contract_does_not_overflow(monkeypatch, n_bits, small_integer_dots, code_bits, k, top_code):
     """All codes at their ends over the most features that int32 holds."""
     monkeypatch.setattr(numerics, "small_integer_dots", lambda: small_integer_dots)
-    k, top = 8192, numerics.LIMIT[n_bits]
-    q = np.full((2, 1, k), top, f32) * np.array([1, -1], f32)[:, None, None]
-    found = jax.jit(lambda q, codes: numerics.contract(q, n_bits, codes, 4))(q, np.full((1, k, 1), -8, f32))
-    np.testing.assert_array_equal(found[0, :, 0], np.array([-8 * k * top, 8 * k * top]).astype(f32))
+    top = numerics.LIMIT[n_bits]
+    lowest = [x for x in range(-top, 1) if x % 256 == 128][:1] if n_bits == 16 else []  # whose low slice is as far from 0 as may be
+    values = np.array([top, -top, *lowest])
+    q = np.broadcast_to(values[:, None, None], (len(values), 1, k)).astype(f32)
+    for code in (-top_code, top_code // 2):
+        found = jax.jit(numerics.contract, static_argnums=(1, 3))(q, n_bits, np.full((1, k, 1), code, f32), code_bits)
+        np.testing.assert_allclose(found[0, :, 0], (values * code * float(k)).astype(f32), rtol=0 if code_bits <= 5 and k <= 8192 else 2.0**-22)
+
+
+def test_contract_refuses_what_could_overflow():
+    with pytest.raises(ValueError, match="found 65537 input features to a group of scales, need at most 65536"):
+        numerics.contract(np.ones((1, 1, 2**16 + 1), f32), 8, np.ones((1, 2**16 + 1, 1), np.int8), 8)
 
 
 # Norms and normalizers
@@ -311,3 +326,34 @@ def test_log_sum_exp_of_a_vocabulary(vocabulary, tail):
     z = z.astype(f32)
     found = jax.jit(functools.partial(numerics.log_sum_exp, exact=True))(z)
     np.testing.assert_allclose(found[:, 0], np.log(np.sum(np.exp(z.astype(np.float64)), -1)), atol=1e-5)
+
+
+def test_log_sum_exp_adds_integers():
+    """Of terms whose integer sum is known: what no float sum gives, whatever its order. One large term swallows the small ones of a
+    float accumulator, and a column's order cannot be seen within a fold."""
+    width = 2048
+    z = np.full((3, width), np.log(2.0**-23 * 0.75), f32)  # a float sum that starts from the 1 adds an ulp or nothing each
+    z[:, 0] = 0
+    z[1, [0, 77]] = z[1, [77, 0]]
+    z[2, [0, -1]] = z[2, [-1, 0]]
+    small = np.float64(jax.jit(numerics.exp)(z[:1, 1])[0])
+    s = 2.0 * 2.0 ** (11 - 30)  # the sum's unit: the power of two above 1, and 2048 terms in 30 bits
+    integers = round(1 / s) + (width - 1) * round(small / s)
+    found = jax.jit(functools.partial(numerics.log_sum_exp, exact=True))(z)
+    assert_same_bits(found, np.full((3, 1), jax.jit(numerics.log)(f32(integers * s))))
+    assert_same_bits(found[:1], jax.jit(numerics.log)(f32(1)).reshape(1, 1))  # the small ones are below half a unit
+
+
+@pytest.mark.parametrize("name", ("softmax", "log_sum_exp"))
+def test_sums_know_no_order_of_many_terms(name):
+    """Permutations of rows, of the terms within one, and rows alone, over random terms of one fold: a float sum differs in some."""
+    f = functools.partial(NORMS[name], exact=True)
+    x = normal(11, 64, 2048, spread=1)
+    order = np.random.default_rng(0).permutation(2048)
+    rows = np.random.default_rng(1).permutation(64)
+    found, ordered, moved, alone = jax.jit(lambda x: (f(x), f(x[:, order]), f(x[rows]), f(x[5:6])))(x)
+    assert_same_bits(ordered, found if name == "log_sum_exp" else found[:, order])
+    assert_same_bits(moved, found[rows])
+    assert_same_bits(alone, found[5:6])
+    naive = jnp.sum(jnp.exp(x - x.max(-1, keepdims=True)), -1), jnp.sum(jnp.exp((x - x.max(-1, keepdims=True))[:, order]), -1)
+    assert (naive[0] != naive[1]).any()  # so a float sum would have been seen

