@@ -3,6 +3,7 @@
     python launch.py                                        trains experiments/quickstart.py in runs/quickstart
     python launch.py --config=FILE[:arg] --config.adapter.rank=4 --workdir=runs/rank4
     python launch.py --mode=eval|sweep|consistency          on the same config and directory
+    python launch.py --mode=quality                         how far a low-precision base is from its original: table and plot
     python launch.py --mode=export --layout=fused           the run's adapter for peft; merged, or for serving engines
     python launch.py --adapter=DIR                          starts from an adapter in PEFT's format
 
@@ -21,7 +22,7 @@ from rl_adapter import config as config_lib
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEFAULT_CONFIG = "experiments/quickstart.py"
-MODES = ("train", "eval", "sweep", "consistency", "export")
+MODES = ("train", "eval", "sweep", "consistency", "export", "quality")
 LAYOUTS = ("per-expert", "fused", "fused-0.18", "merged", "merged-requantized")
 
 
@@ -113,6 +114,10 @@ def main(argv: list[str]) -> None:
         from rl_adapter import sweep
 
         sweep.run(config, sweep.load_hyper(file), workdir)
+    elif values.mode == "quality":
+        from rl_adapter import quality
+
+        quality.run(config, workdir)
     else:
         from rl_adapter import consistency
 

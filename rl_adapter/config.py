@@ -22,6 +22,7 @@ ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
+VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
 def default() -> ConfigDict:
@@ -108,6 +109,19 @@ def default() -> ConfigDict:
     e.every = 0  # steps between evaluations; 0 = only before and after
     e.batch = 64  # problems decoded at a time >= 1
 
+    # --mode=quality: bases in low precision against a reference, which runs in float numerics.
+    y = c.quality = ConfigDict()
+    y.against = ""  # the reference, such as the original in high precision, as `model`; '' = `model` itself
+    y.also = ()  # more bases to measure beside `model`, each as `model`
+    y.variants = ("a16", "a8")  # what each base runs in: float | a16 | a8, or with a form of quantize.linear, as in a8:int4_g32
+    y.text_path = ""  # held-out text, UTF-8; '' = the held-out problems with their answers
+    y.rows = 64  # rows of text >= 1
+    y.tokens = 256  # tokens of a row >= 2, at most
+    y.positions = 16  # tokens of a row >= 1 at which logits and layers are compared; perplexity and experts are of all
+    y.batch = 8  # rows at a time >= 1
+    y.tasks = True  # let each answer eval.examples held-out problems too, greedily
+    y.plot = True  # draw quality.png too, which needs the extra `plot`
+
     k = c.checkpoint = ConfigDict()
     k.every = 10  # steps between checkpoints; 0 = only at the end
     k.keep = 2  # last checkpoints kept >= 1
@@ -137,10 +151,12 @@ _RANGES = {
     **{f: _AT_LEAST_1 for f in ("steps", "mesh.expert", "mesh.model", "data.train_size", "data.eval_size")},
     **{f: _AT_LEAST_1 for f in ("data.max_prompt_tokens", "rollout.prompts", "rollout.max_new_tokens", "checkpoint.keep")},
     **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "optimizer.accumulate", "eval.examples", "eval.batch")},
+    **{f: _AT_LEAST_1 for f in ("quality.rows", "quality.positions", "quality.batch")},
     **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
     "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
+    "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
     "rollout.group": (lambda v: v >= 2, "at least 2: advantages are relative to the group"),
     "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),
@@ -177,14 +193,28 @@ def validate(config: ConfigDict) -> None:
         raise ValueError(f"optimizer.warmup_steps: found {config.optimizer.warmup_steps}, need {need}")
     if not config.data.eval_path and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")
-    for field in ("data.train_path", "data.eval_path"):
+    for field, kind in {"data.train_path": "JSON-lines", "data.eval_path": "JSON-lines", "quality.text_path": "text"}.items():
         if fields[field] and not os.path.isfile(fields[field]):
-            raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a JSON-lines file or ''")
+            raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a {kind} file or ''")
     if lacks := [name for name in ADAPTER_FILES if config.adapter.init and not (pathlib.Path(config.adapter.init) / name).is_file()]:
         raise ValueError(f"adapter.init: found no {lacks[0]} in {config.adapter.init!r}, need a PEFT directory or ''")
-    if config.model and not (pathlib.Path(config.model) / "config.json").is_file() and not _is_gguf(config.model):
-        need = "a directory that holds config.json, a .gguf file, or '' for the shipped base"
-        raise ValueError(f"model: found {config.model!r}, need {need}")
+    variants = config.quality.variants
+    known = [v for v in variants if isinstance(v, str) and _is_variant(v)]
+    if not variants or len(set(variants)) < len(variants) or len(known) < len(variants):
+        need = f"one or more distinct of {' | '.join(VARIANTS)}, each by itself or with one of {', '.join(FORMATS)}, as in a8:int4"
+        raise ValueError(f"quality.variants: found {variants!r}, need {need}")
+    for field, path, otherwise in (
+        ("model", config.model or str(SHIPPED_BASE), ", or '' for the shipped base"),
+        ("quality.against", config.quality.against or str(SHIPPED_BASE), ", or '' for the model itself"),
+        *(("quality.also", path, "") for path in config.quality.also),
+    ):
+        if not (isinstance(path, str) and ((pathlib.Path(path) / "config.json").is_file() or _is_gguf(path))):
+            raise ValueError(f"{field}: found {path!r}, need a directory that holds config.json, or a .gguf file{otherwise}")
+
+
+def _is_variant(text: str) -> bool:
+    name, colon, form = text.partition(":")
+    return name in VARIANTS and (not colon or form in FORMATS)
 
 
 def _is_gguf(path: str) -> bool:
@@ -217,7 +247,7 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     more steps merely extend it.
     """
     # The base is compared by its digest, not by where it lies.
-    watched = ("eval.", "checkpoint.", "model") + (("steps",) if config.optimizer.schedule == "constant" else ())
+    watched = ("eval.", "checkpoint.", "quality.", "model") + (("steps",) if config.optimizer.schedule == "constant" else ())
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
     return fields | {"adapter.init": _digest(config.adapter.init)}
 

@@ -47,6 +47,7 @@ class Output:
     choices: Array  # [Ls, P, M, k] experts
     router: Array  # [Ls, E] mean router probability over valid tokens
     keys: PyTree  # prefill: Keys of the prompts; decoding: the updated Cache; else None
+    stream: PyTree = None  # [L, P, n, D] after each block, where `slots` asks for it
 
 
 def place(spec: Spec, base: Base, mesh: Mesh, context: int) -> Base:
@@ -134,7 +135,17 @@ class _Block:
         return moe.Mlp(*weights, pick(self.adapter), pick(self.layer.bias), scales, limit)
 
 
-def apply(model: Model, base: Base, adapter: lora.Adapter | None, tokens: Array, positions: Array, valid: Array, attention, carry=None):
+def apply(
+    model: Model,
+    base: Base,
+    adapter: lora.Adapter | None,
+    tokens: Array,
+    positions: Array,
+    valid: Array,
+    attention,
+    carry=None,
+    slots: Array | None = None,
+) -> Output:
     """Run the model on tokens [P, M] at positions [P, M]; `valid` [P, M] is False for padding, which no expert computes.
 
     Args:
@@ -142,6 +153,7 @@ def apply(model: Model, base: Base, adapter: lora.Adapter | None, tokens: Array,
         attention: (layer index, q [P, M, H, d], k and v [P, M, K, d], Rules, carry) -> (output [P, M, H, d], carry, emitted): one of
             the three functions below.
         carry: state of `attention` that passes from layer to layer (the Cache when decoding).
+        slots: [P, n] int32 below M: of these tokens the residual stream after each block is given too, as `Output.stream`.
 
     Returns:
         Output.
@@ -173,20 +185,22 @@ def apply(model: Model, base: Base, adapter: lora.Adapter | None, tokens: Array,
             seen = valid.reshape(-1, 1)
             load = jnp.sum(jnp.where(seen, p, 0.0), 0) / jnp.maximum(jnp.sum(seen), 1)
             routed = choice.reshape(p_, m_, -1), load
-        return (by_rows(x + y.reshape(x.shape)), carry), (emitted, routed)
+        x = by_rows(x + y.reshape(x.shape))
+        return (x, carry), (emitted, routed, None if slots is None else jnp.take_along_axis(x, slots[..., None], 1))
 
     x = by_rows(embed(base, tokens))
-    emitted, routed = [], []
+    emitted, routed, stream = [], [], []
     for (first, count, sparse), layers, ad in zip(spec.stacks, base.layers, adapter.layers if adapter else ({},) * len(base.layers)):
         run = functools.partial(block, sparse)
         run = jax.checkpoint(run) if model.remat else run
-        (x, carry), (keys, choices) = jax.lax.scan(run, (x, carry), (first + jnp.arange(count), layers, ad))
+        (x, carry), (keys, choices, seen) = jax.lax.scan(run, (x, carry), (first + jnp.arange(count), layers, ad))
         emitted.append(keys)
+        stream.append(seen)
         routed += [choices] if sparse else []
     join = lambda parts: parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
     choices, router = join(routed) if routed else (jnp.zeros((0, p_, m_, 0), jnp.int32), jnp.zeros((0, 0)))
     hidden = numerics.rms_norm(x, base.final_norm, spec.norm_eps, numeric.exact)
-    return Output(hidden, choices, router, join(emitted) if carry is None else carry)
+    return Output(hidden, choices, router, join(emitted) if carry is None else carry, join(stream))
 
 
 def embed(base: Base, tokens: Array) -> Array:

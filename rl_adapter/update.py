@@ -159,7 +159,7 @@ def update(
 def _split(r: Rollout, parts: int) -> Rollout:
     """Along prompts into [parts, ...]; the experts' arrays have layers in front."""
     front = lambda x: x.reshape(parts, -1, *x.shape[1:])
-    behind = lambda x: jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
+    behind = lambda x: jnp.moveaxis(x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]), 1, 0)  # no -1: layers may be 0
     split = jax.tree.map(front, r.replace(prompt_choices=None, choices=None))
     return split.replace(prompt_choices=behind(r.prompt_choices), choices=behind(r.choices))
 

@@ -1,6 +1,7 @@
 """The problems, their worked steps, the tokenizer and the pretraining documents."""
 
 import random
+import re
 import string
 
 import numpy as np
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer
 
 from experiments import corpus
 from rl_adapter import reward
-from rl_adapter.environments import arithmetic
+from rl_adapter.environments import arithmetic, fewshot, generated
 
 TOKENIZER = corpus.make_tokenizer()
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -44,7 +45,7 @@ def test_worked_steps_are_right_and_end_in_the_gold_answer(kind):
 
 
 def test_problems_mix_kinds_evenly():
-    chosen = arithmetic.problems(tuple(arithmetic.KINDS), 100, 0, "eval")
+    chosen = generated.problems(tuple(arithmetic.KINDS), 100, 0, "eval")
     counts = [sum(p.kind == kind for p in chosen) for kind in arithmetic.KINDS]
     assert counts == [34, 33, 33] and len({p.prompt for p in chosen}) == 100
 
@@ -58,15 +59,15 @@ def test_a_problem_looks_the_same_everywhere():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((("chain",), 1, 0, "eval"), "kinds: found 'chain', need one of"),
-        (((), 1, 0, "eval"), "kinds: found none"),
+        ((("chain",), 1, 0, "eval"), r"kinds: found \['chain'\], need some of"),
+        (((), 1, 0, "eval"), "kinds: found none, need some of"),
         ((("base_conversion",), 0, 0, "eval"), "size: found 0"),
         ((("base_conversion",), 1, 0, "test"), "split: found 'test'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        arithmetic.problems(*arguments)
+        generated.problems(*arguments)
 
 
 def test_the_tokenizer_round_trips_the_corpus_with_no_unknown():
@@ -121,3 +122,19 @@ def test_documents_of_one_style_are_padded_to_that_style(table):
     quick, worked = corpus.documents(table, 0, 100, quick=1.0), corpus.documents(table, 0, 100, quick=0.0)
     assert not quick.worked.any() and worked.worked.all()
     assert quick.tokens.shape[1] == table.lengths[0].max() < worked.tokens.shape[1] == table.lengths[1].max() <= 52
+
+
+@pytest.mark.parametrize("kind", fewshot.KINDS)
+def test_fewshot_tasks(kind):
+    pools = {split: fewshot.pool(kind, split) for split in arithmetic.SPLITS}
+    questions = {split: {p.prompt.splitlines()[-1] for p in pool} for split, pool in pools.items()}
+    assert not questions["train"] & questions["eval"] and min(map(len, questions.values())) > 300
+    for problem in pools["eval"]:
+        *shots, question = problem.prompt.splitlines()
+        assert question not in "".join(shots) and question.endswith("=")
+        for line in (*shots, f"{question} {problem.answer}"):
+            numbers = [int(n) for n in re.findall(r"\d+", line)]
+            compute = {"two_digit_sum": sum, "largest": max, "smallest": min}[kind]
+            assert compute(numbers[:-1]) == numbers[-1]
+        assert reward.exact_match(f" {problem.answer}\n", problem, mark="") == 1
+        assert reward.exact_match(f" 1{problem.answer}", problem, mark="") == reward.exact_match("", problem, mark="") == 0

@@ -4,17 +4,17 @@ import json
 import os
 import pathlib
 import shutil
+import time
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from rl_adapter import mesh as meshes
 from rl_adapter import quant
 from rl_adapter.config import SHIPPED_BASE
 from rl_adapter.hub import families
-from rl_adapter.hub.files import SINGLE
+from rl_adapter.hub.files import SINGLE, open_tensors, write_tensors
 from rl_adapter.hub.load import load, open_checkpoint
 from rl_adapter.hub.tokenizer import load_tokenizer
 
@@ -74,6 +74,11 @@ def copies(tmp_path, sources, count, seed):
 
 def pick(rng, values):
     return values[rng.integers(len(values))]
+
+
+def contents(directory) -> dict:
+    tensors = open_tensors(directory)
+    return {name: tensors.read(name) for name in tensors.entries}
 
 
 def header_of(whole: bytes) -> dict:
@@ -164,9 +169,9 @@ def test_headers(tmp_path):
         sound(directory)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', DEEP, '{"a":' * 10**5, "{}", "\ud83d"[:0] + "\x00", '{"x": 1}', '{"x": {}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', DEEP, '{"a":' * 10**5, "{}", "\x00", '{"x": 1}', '{"x": {}}'])
 def test_headers_that_are_none(text, tmp_path):
-    ((directory, _),) = copies(tmp_path, ONE_FILE[-1:], 1, 0) if TRIALS == 1 else [next(copies(tmp_path, ONE_FILE[-1:], 1, 0))]
+    directory, _ = next(copies(tmp_path, ONE_FILE, 1, 0))
     whole = (directory / SINGLE).read_bytes()
     (directory / SINGLE).write_bytes(with_header(whole, text))
     assert not sound(directory)
@@ -183,7 +188,7 @@ def test_lengths_of_headers(length, tmp_path):
 def test_tensors(tmp_path):
     """Whole files that hold something else: all of it is refused."""
     for directory, rng in copies(tmp_path, ONE_FILE, 90, seed=4):
-        tensors = load_file(directory / SINGLE)
+        tensors = contents(directory)
         name = pick(rng, sorted(tensors))
         value, kind = tensors.pop(name), rng.integers(5)
         if kind == 0:
@@ -194,13 +199,11 @@ def test_tensors(tmp_path):
             tensors[name] = value[..., None]
         elif kind == 3:
             tensors[name] = value.astype(np.float64)
-        if kind != 4 or "rotary" not in name:
-            save_file(tensors, directory / SINGLE)
-            spare = open_name_is_spare(directory, name)
-            assert sound(directory) == spare, (directory, name, kind)
+        write_tensors(directory / SINGLE, tensors)
+        assert not sound(directory) or is_spare(directory, name), (directory, name, kind)
 
 
-def open_name_is_spare(directory, name) -> bool:
+def is_spare(directory, name) -> bool:
     """A tensor that a model need not have: of layers that predict further ahead, and an index of groups in their order."""
     described = families.read_family(directory)[0]
     return families.ignored(described, name) or name.endswith("g_idx")
@@ -209,7 +212,7 @@ def open_name_is_spare(directory, name) -> bool:
 def test_values_that_are_no_weights(tmp_path):
     """NaN, Inf and negative values wherever floats lie: refused, or no harm."""
     for directory, rng in copies(tmp_path, ONE_FILE, 90, seed=5):
-        tensors = load_file(directory / SINGLE)
+        tensors = contents(directory)
         floats = sorted(n for n in tensors if tensors[n].dtype.kind in "fV" and tensors[n].itemsize > 1)
         name, bad = pick(rng, floats), pick(rng, [np.nan, np.inf, -np.inf, -1.0, 3e38, 1e-40])
         value = tensors[name].copy()
@@ -217,8 +220,8 @@ def test_values_that_are_no_weights(tmp_path):
             value.reshape(-1)[rng.integers(value.size)] = bad
         finite = np.isfinite(value.astype(np.float32)).all()
         tensors[name] = value
-        save_file(tensors, directory / SINGLE)
-        spare = open_name_is_spare(directory, name) or name.endswith("input_global_scale")
+        write_tensors(directory / SINGLE, tensors)
+        spare = is_spare(directory, name) or name.endswith("input_global_scale")
         assert not (sound(directory) and not finite and not spare), (directory, name, bad)
 
 
@@ -259,10 +262,8 @@ def test_an_index_that_is_none(tmp_path):
 
 
 def test_shards_that_are_not_files(tmp_path):
-    def no_pipe(path):
-        os.mkfifo(path)
-
-    puts = [lambda path: None, pathlib.Path.mkdir, no_pipe, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nowhere")]
+    link = lambda target: lambda path: path.symlink_to(target)
+    puts = [lambda path: None, pathlib.Path.mkdir, os.mkfifo, link("/dev/zero"), link("nowhere")]
     for put in puts:
         directory, _ = next(copies(tmp_path, [SHARDS], 1, 0))
         shard = next(directory.glob("model-*.safetensors"))
@@ -312,16 +313,14 @@ def test_quantization_configs(tmp_path):
 
 
 def test_counts_that_would_loop_for_hours(tmp_path):
-    for source in DIRECTORIES:
-        directory, _ = next(copies(tmp_path, [source], 1, 0))
+    for directory, rng in copies(tmp_path, DIRECTORIES, 120, seed=11):
         config = json.loads((directory / "config.json").read_text())
         inner = config.get("text_config", config)
-        for name in [n for n, v in inner.items() if type(v) is int and not n.endswith("token_id") and v]:
-            for value in (2**31 - 1, 4096):
-                changed = json.loads(json.dumps(config))
-                changed.get("text_config", changed)[name] = value
-                (directory / "config.json").write_text(json.dumps(changed))
-                sound(directory)
+        inner[pick(rng, [n for n, v in inner.items() if type(v) is int])] = pick(rng, [2**31 - 1, 4096, 65536])
+        (directory / "config.json").write_text(json.dumps(config))
+        start = time.monotonic()
+        sound(directory)
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", DEEP, '{"a": ' * 10**5, "\x00", '{"architectures": NaN}', '{"architectures": ["\\ud800"]}'])

@@ -109,11 +109,11 @@ def test_batches_are_padded_on_the_right():
 
 def test_encode_never_cuts_a_prompt():
     tokenizer, problems = load_tokenizer(ASSETS, 145), prompts.load(config(), "train")
-    encoded = prompts.encode(tokenizer, problems, max_length=10)
+    encoded = prompts.encode(tokenizer.encode, problems, max_length=10)
     assert [tokenizer.decode(ids.tolist()) for ids in encoded] == [p.prompt for p in problems]
     longest = max(len(ids) for ids in encoded)
     with pytest.raises(ValueError, match=f"data.max_prompt_tokens: found 2, need {longest} for 50 of 50 prompts") as error:
-        prompts.encode(tokenizer, problems, max_length=2)
+        prompts.encode(tokenizer.encode, problems, max_length=2)
     assert str(error.value).count(" tokens: ") == 5 and str(error.value).endswith(", ...)")
 
 
@@ -146,10 +146,10 @@ import json
 from rl_adapter import prompts
 from rl_adapter.config import SHIPPED_BASE as ASSETS
 from rl_adapter.hub.tokenizer import load_tokenizer
-from rl_adapter.environments import arithmetic
+from rl_adapter.environments import generated
 iterator = prompts.make_iterator(50, 4, seed=2)
 iterator.set_state(json.loads('{json.dumps(iterator.get_state())}'))
-ids = [p.id for p in arithmetic.problems(("base_conversion",), 50, 0, "train")]
+ids = [p.id for p in generated.problems(("base_conversion",), 50, 0, "train")]
 print(json.dumps([ids, [next(iterator).tolist() for _ in range(20)]]))
 """
     ids, order = json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)

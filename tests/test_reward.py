@@ -34,7 +34,7 @@ def problem(answer="27"):
     ],
 )
 def test_extract(text, expected):
-    assert reward.extract(text) == expected
+    assert reward.extract(text, "Answer:") == expected
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
 
 
 def _open_file(path: pathlib.Path) -> dict[str, Entry]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib's raises where a name is too long
         raise ValueError(f"{path}: no such file, need the shard that the index names")
     try:
         with safetensors.safe_open(path, "numpy") as file:  # checks the header, whose offsets it keeps to itself

@@ -171,6 +171,8 @@ def plan(checkpoint: Checkpoint) -> tuple[list[Field], list[str]]:
     if spec.sparse_layers * spec.experts > MOST_EXPERTS:
         counts = f"{spec.sparse_layers} layers of {spec.experts} experts"
         raise ValueError(f"{checkpoint.path}: num_experts: found {counts}, need at most {MOST_EXPERTS} in all")
+    if spec.sparse_layers and not any(spec.experts in entry.shape for entry in tensors.entries.values()):
+        raise ValueError(f"{checkpoint.path}: num_experts: found {spec.experts}, need routers of as many rows, found no such tensor")
     problems, fields = [], []
 
     def add(run, name, shape, lead, slices: Iterator[tuple[tuple[int, ...], Source]]):

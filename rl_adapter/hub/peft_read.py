@@ -47,7 +47,6 @@ class _Config:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     rank_stabilized: bool
-    swaps: bool | None  # whether its release of peft swapped in and out of fused experts; None: it does not say which it was
 
     def of(self, pair: Pair) -> tuple[int, float]:
         """Rank and alpha of a pair."""
@@ -74,7 +73,7 @@ def read(directory: str | os.PathLike, described: families.Description, wanted: 
     tensors = open_file(directory / WEIGHTS)
     if bare := [key for key in tensors.entries if not key.startswith(PREFIX)]:
         raise ValueError(f"{directory / WEIGHTS}: need keys that begin with {PREFIX!r}, found others:" + _listed(bare))
-    every = _pairs_of(described, config, tensors, directory)
+    every = _pairs_of(described, tensors)
     groups = {pair.group for pair in every if any(key in tensors for key in pair.keys)}
     used = [pair for pair in every if pair.group in groups]
     expected = {key for pair in used for key in pair.keys}
@@ -131,15 +130,12 @@ def _read_config(path: pathlib.Path) -> _Config:
         if bad := [key for key in plain if not re.fullmatch(r"[\w.]+", key)]:
             problems.append(f"{name}: found {bad[0][:80]!r}, need the ends of names of modules, no other regular expressions")
         patterns[name] = plain
-    version = config.get("peft_version")
-    number = re.match(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
     if problems:
         raise ValueError(f"{path}:" + _listed(problems))
-    swaps = None if number is None else tuple(map(int, number.groups())) < (0, 19)
-    return _Config(rank, alpha, patterns["rank_pattern"], patterns["alpha_pattern"], rank_stabilized, swaps)
+    return _Config(rank, alpha, patterns["rank_pattern"], patterns["alpha_pattern"], rank_stabilized)
 
 
-def _pairs_of(described: families.Description, config: _Config, tensors: Tensors, directory: pathlib.Path) -> list[Pair]:
+def _pairs_of(described: families.Description, tensors: Tensors) -> list[Pair]:
     """All pairs in the layout that the tensors are in."""
     fused = list(pairs(described, "fused"))
     try:
@@ -149,20 +145,11 @@ def _pairs_of(described: families.Description, config: _Config, tensors: Tensors
     hits = lambda candidates: sum(key in tensors for pair in candidates for key in pair.keys)
     if hits(single) >= hits(fused):
         return single
+    # Told by the inputs of A. No width of experts makes both of their parameters square.
     swapped = list(pairs(described, "fused-0.18"))
-    # Which of the two is told by the inputs of A; where a matrix is square, by the release that wrote it.
-    fit = {}
-    for layout, candidates in (("fused", fused), ("fused-0.18", swapped)):
-        present = [(pair, tensors.entries[pair.keys[0]].shape) for pair in candidates if pair.experts and pair.keys[0] in tensors]
-        fit[layout] = all(len(shape) == 2 and shape[1] == pair.shapes(1)[0][1] for pair, shape in present)
-    if fused == swapped or not fit["fused-0.18"]:
-        return fused
-    if not fit["fused"]:
-        return swapped
-    if config.swaps is None:
-        need = "need the release that wrote it: its fused experts are square, and releases before 0.19 swap in and out"
-        raise ValueError(f"{directory / CONFIG}: peft_version: found none, {need}")
-    return swapped if config.swaps else fused
+    shape = lambda pair: tensors.entries[pair.keys[0]].shape
+    fits = all(shape(p)[1:] == p.shapes(1)[0][1:] for p in swapped if p.experts and p.keys[0] in tensors)
+    return swapped if fits and hits(swapped) else fused
 
 
 def _spec(used: list[Pair], config: _Config, tensors: Tensors) -> tuple[AdapterSpec | None, list[str]]:

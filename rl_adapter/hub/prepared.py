@@ -123,7 +123,10 @@ def fingerprint(path: str | os.PathLike, quantize: Mapping[str, str]) -> str:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))  # codes do not compress: it would cost time alone
+    # Codes do not compress: it would cost time alone. To share the writing of replicated arrays, programs would be compiled.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry))
 
 
 def _named(tree: PyTree) -> dict[str, Any]:

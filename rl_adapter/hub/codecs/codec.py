@@ -12,6 +12,7 @@ from rl_adapter.hub.files import Tensors
 from rl_adapter.quant import Weight
 
 FLOATS = ("BF16", "F16", "F32")
+LARGEST_EXPONENT = 64  # of a scale: far beyond any weight, and its product with a code or another scale is finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +116,15 @@ def nibbles_to_words(nibbles: np.ndarray) -> np.ndarray:
 
 
 def check_scale(name: str, scale: np.ndarray) -> None:
-    """Refuses what exact sums over groups cannot take: they read scales as magnitudes."""
+    """Refuses what exact sums over groups cannot take: they read scales as magnitudes, and a code times its scale must be finite."""
     if scale.dtype == np.uint8:
-        if (scale == 255).any():
-            raise ValueError(f"{name}: found the e8m0 code 255 (NaN), need finite scales")
+        if (scale > 127 + LARGEST_EXPONENT).any():
+            raise ValueError(f"{name}: found the e8m0 code {scale.max()} (255 is NaN), need at most {127 + LARGEST_EXPONENT}")
         return
     value = scale.astype(np.float32)
-    if not (np.isfinite(value) & (value >= 0)).all():
-        raise ValueError(f"{name}: found NaN, Inf or a negative value, need finite scales of at least 0")
+    if not ((value >= 0) & (value <= 2.0**LARGEST_EXPONENT)).all():
+        need = f"finite scales from 0 to 2^{LARGEST_EXPONENT}"
+        raise ValueError(f"{name}: found NaN, Inf, a negative value or a larger one, need {need}")
 
 
 def check_fp8(name: str, codes: np.ndarray) -> None:

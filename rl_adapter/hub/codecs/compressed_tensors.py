@@ -274,9 +274,9 @@ def _read_fp4(source: Source, shape: tuple[int, int], tensors: Tensors, quantiza
     divisor = tensors.read(name + "_global_scale").reshape(1, 1)
     with np.errstate(all="ignore"):
         factor = np.float32(1) / divisor  # a Weight's scales are multiplied
-    # Both normal: a device may take denormal numbers for 0.
-    if not all(np.finfo(np.float32).tiny <= x < np.inf for x in (divisor.item(), factor.item())):
-        raise ValueError(f"{name}_global_scale: found {divisor.item()}, need a finite number above 0")
+    # Both normal, as a device may take denormal numbers for 0.
+    if not np.finfo(np.float32).tiny <= factor.item() <= 2.0**codec.LARGEST_EXPONENT or not divisor.item() < np.inf:
+        raise ValueError(f"{name}_global_scale: found {divisor.item()}, need a finite number of at least 2^-{codec.LARGEST_EXPONENT}")
     return quant.weight("fp4", qvalue, scale, factor)
 
 

@@ -1,0 +1,269 @@
+"""What a run needs of each device's memory, told before anything is loaded: arithmetic on shapes, no device, no weights.
+
+    python launch.py --mode=plan --config=experiments/kimi_k2_thinking.py
+
+Weights, adapters, optimizer and cache are exact: the shapes of the very arrays that a run places, split by the very shardings. What a
+program keeps in between is an estimate (`temporaries`), calibrated against the compiler's own analysis by tests/test_plan.py. It is
+high where the compiler shares memory well, and knows nothing of what an accelerator's compiler adds, so `SPARE` is added to it.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from ml_collections import ConfigDict
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rl_adapter import config as configs
+from rl_adapter import lora, quant
+from rl_adapter import mesh as meshes
+from rl_adapter import model as models
+from rl_adapter.hub import codecs, families, load
+from rl_adapter.hub.codecs import Codec, Quantization, Source, compressed_tensors, floats, fp8, mxfp4
+from rl_adapter.hub.files import DTYPES, INDEX, SINGLE, Entry
+from rl_adapter.types import Base, Numerics, PyTree, Spec
+
+GB = 10**9
+H200 = 141 * GB  # as its data sheet says
+SHARE = 0.75  # of a device's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+SPARE = 0.25  # of the temporaries
+WIDTHS, SCORES, PAIRS, LOGITS, BACKWARD = 4, 4, 4, 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes of one device. Rollout and update come in turns, so a run needs the larger of the two totals."""
+
+    weights: int
+    adapters: int
+    optimizer: int  # its moments
+    cache: int  # of the rollout: keys and values of prompts and completions
+    sampling: int  # temporaries of the rollout
+    training: int  # temporaries of the update, gradients among them
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.adapters + self.optimizer
+
+    @property
+    def rollout(self) -> int:
+        return self.held + self.cache + self.sampling
+
+    @property
+    def update(self) -> int:
+        return self.held + self.training
+
+    @property
+    def total(self) -> int:
+        return max(self.rollout, self.update)
+
+
+# --- the base, by shapes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Blank:
+    """Stands in for the tensors of files that are not there: one matrix, as its codec expects it, of ones."""
+
+    entries: dict[str, Entry]
+    shape: tuple[int, int]  # of the matrix
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, name: str, index: tuple = ()) -> np.ndarray:
+        entry = self.entries[name]
+        if name.endswith("_shape"):
+            return np.array(self.shape)
+        return np.ascontiguousarray(np.broadcast_to(np.ones((), DTYPES[entry.dtype]), entry.shape)[index])
+
+
+def abstract_base(
+    described: families.Description, quantization: Quantization | None, quantize, config: dict, tensors=None, context: int = 0
+) -> Base:
+    """The base as `load.load` would make it, of `jax.ShapeDtypeStruct`s.
+
+    Args:
+        quantize: what matrices take that are stored as floats: linear, head, router.
+        config: its `quantization_config` tells which matrices are packed, where there are no files.
+        tensors: of a checkpoint whose files are there; their headers tell then, and one slice of each field is read.
+        context: positions of the rotary table.
+
+    Raises:
+        ValueError: a tensor is missing, or what the config says is not enough to tell how the weights lie.
+    """
+    spec, forms, parts = described.spec, load._forms(quantize), {}
+    has = (lambda name: False) if tensors is None else tensors.__contains__
+
+    def add(run: int | None, name: str, shape: tuple[int, ...], lead: tuple[int, ...], source: Source) -> None:
+        put = lambda field, tree: parts.update({(run, field): _stacked(tree, lead)})
+        if len(shape) == 1:
+            return put(name, jax.ShapeDtypeStruct(shape, jnp.float32))
+        codec, held = _holder(described, quantization, config, tensors, name, source, shape)
+        kept = codec is not floats.FLOAT
+        if name in load.DERIVED:
+            mla = spec.mla
+            for field, (k, n) in zip(load.DERIVED[name], ((mla.nope, mla.kv_rank), (mla.kv_rank, mla.v))):
+                parts[run, field] = _stacked(_floats_as("fixed16", k, n), (*lead, spec.heads))
+        elif name == "embed" and not kept:
+            put(name, jax.ShapeDtypeStruct(shape, DTYPES[held.entries[source.name].dtype] if source.name in held else jnp.bfloat16))
+        elif not kept:
+            put(name, _floats_as(forms(name), *shape[::-1]))
+        elif not (name == "embed" and spec.tie_embeddings):  # else the head's columns are read
+            put(name, codec.read(source, shape, held, quantization))
+
+    for name, shape in families.top(spec).items():
+        add(None, name, shape, (), families.source(described, name, has=has))
+    for run, (first, count, sparse) in enumerate(spec.stacks):
+        for name, shape in families.fields(described, sparse).items():
+            each = families.per_expert(name)
+            source = families.source(described, name, first, 0 if each else None, has=has)
+            add(run, name, shape, (count, spec.experts) if each else (count,), source)
+    table = jax.ShapeDtypeStruct((context, len(spec.rope.frequencies)), jnp.float32)
+    return load.assemble(len(spec.stacks), parts).replace(rope=(table, table))
+
+
+def _stacked(tree: PyTree, lead: tuple[int, ...]) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
+
+
+def _floats_as(form: str, k: int, n: int) -> quant.Weight:
+    """A float matrix [k, n] once it is quantized; one column tells, as columns come last."""
+    one = quant.quantize(np.zeros((k, 1), np.float32), form)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], n), x.dtype), one)
+
+
+def _holder(described, quantization, config, tensors, name: str, source: Source, shape) -> tuple[Codec, "Blank"]:
+    """The codec of a matrix, and tensors that it can read the matrix from."""
+    if tensors is not None:
+        codec = codecs.find(source, tensors, quantization)
+        if problems := codecs.problems(codec.expected(source, shape, tensors, quantization), tensors):
+            raise ValueError("; ".join(problems))
+        return codec, tensors
+    held = Blank({}, shape)
+    if quantization is None or not _is_packed(described, quantization, config, name, source):
+        return floats.FLOAT, held
+    if quantization.method not in ("fp8", "mxfp4", "compressed-tensors") or len(set(quantization.schemes)) != 1:
+        found = f"{quantization.method!r} with {len(quantization.schemes)} schemes"
+        raise ValueError(f"quantization_config: found {found}, from which alone no plan can be made; need the checkpoint's files")
+    kind = quantization.schemes[0].format
+    codec = {
+        "fp8": fp8.BLOCKS,
+        "mxfp4": mxfp4.EXPERTS,
+        compressed_tensors.PACKED: compressed_tensors.INT4,
+        compressed_tensors.INT: compressed_tensors.EIGHT,
+        compressed_tensors.FLOAT: compressed_tensors.EIGHT,
+        compressed_tensors.NVFP4: compressed_tensors.FP4,
+        compressed_tensors.MXFP4: compressed_tensors.FP4,
+    }[kind]
+    entry = lambda shape, dtype: Entry(shape, dtype, pathlib.Path(), np.zeros(0, np.uint8))
+    held.entries[source.name] = entry(shape, "I8" if kind == compressed_tensors.INT else "F8_E4M3")
+    for tensor, (shapes, dtypes) in codec.expected(source, shape, held, quantization).items():
+        held.entries[tensor] = entry(tuple(shapes[0]), dtypes[0])
+    return codec, held
+
+
+def _is_packed(described, quantization: Quantization, config: dict, name: str, source: Source) -> bool:
+    """Whether the release keeps a matrix in low precision, as far as its config tells. A router and an embedding are no Linear."""
+    if name in ("embed", "router"):
+        return False
+    if quantization.method == "mxfp4":
+        return families.per_expert(name)
+    module, settings = source.name.removesuffix(".weight"), config["quantization_config"]
+    if quantization.method == "fp8":
+        return name != "head" and not any(part in module for part in settings.get("modules_to_not_convert") or ())
+    return not any(_matches(rule, module) for rule in settings.get("ignore") or ())
+
+
+def _matches(rule: str, module: str) -> bool:
+    if not isinstance(rule, str) or not rule.startswith("re:"):
+        return rule == module
+    pattern = rule.removeprefix("re:")
+    # An untrusted expression may take exponential time: one that could is refused.
+    if len(pattern) > 200 or sum(map(pattern.count, "*+{")) > 4 or re.search(r"\)[*+?{]", pattern):
+        raise ValueError(f"quantization_config.ignore: found {rule[:100]!r}, need a simpler expression, or the checkpoint's files")
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise ValueError(f"quantization_config.ignore: found {rule!r}, need a regular expression ({error})") from None
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------------------
+
+
+def on_device(tree: PyTree, shardings: PyTree) -> int:
+    """Bytes of one device's part of a tree of shapes."""
+    local = lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * jnp.dtype(x.dtype).itemsize
+    return sum(map(local, jax.tree.leaves(tree), jax.tree.leaves(shardings)))
+
+
+def abstract_mesh(config: ConfigDict, devices: int) -> AbstractMesh:
+    """The run's mesh, of devices that need not be there; data 0 takes all of `devices` that the other two leave."""
+    m = config.mesh
+    data = m.data or max(1, devices // (m.expert * m.model))
+    return AbstractMesh((data, m.expert, m.model), ("data", "expert", "model"), axis_types=(AxisType.Auto,) * 3)
+
+
+def cache_bytes(model: models.Model, prompts: int, group: int, t: int, c: int) -> int:
+    """Of the whole rollout: the prompts' keys once, each completion's its own."""
+    shapes = lambda *args: jax.eval_shape(lambda: models.keys_like(model, *args))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes(prompts, 1, t), shapes(prompts, group, c))))
+
+
+def need(spec: Spec, base: Base, config: ConfigDict, mesh: AbstractMesh) -> Need:
+    """What a run of `config` takes of each device of `mesh`."""
+    adapter_spec = lora.adapter_spec(config.adapter)
+    model = models.Model(spec, adapter_spec, Numerics(config.numerics, config.act_bits), None, config.remat)
+    r, o, rows, t = config.rollout, config.optimizer, meshes.row_shards(mesh), config.data.max_prompt_tokens
+    microbatch = r.prompts // (o.minibatches * o.accumulate)
+    meshes.check(mesh, spec, prompts=microbatch)
+    adapter = jax.eval_shape(lambda: lora.init(adapter_spec, base, jax.random.key(0)))
+    adapters = on_device(adapter, meshes.adapter_shardings(mesh, adapter))
+    examined = -(-min(config.eval.batch, config.eval.examples) // rows) * rows
+    cache = max(cache_bytes(model, p, g, t, r.max_new_tokens) for p, g in ((r.prompts, r.group), (examined, 1))) // rows
+    sampling = max(sampling_temporaries(model, base, mesh, p, g, t, r.max_new_tokens) for p, g in ((r.prompts, r.group), (examined, 1)))
+    # The exact forward pass reads 16-bit copies of the adapter.
+    copies = adapters // 2 if model.numeric.exact else 0
+    training = training_temporaries(model, base, mesh, microbatch, r.group, t, r.max_new_tokens)
+    gradients = adapters * (2 if o.accumulate == 1 else 3)
+    spare = lambda x: int(x * (1 + SPARE))
+    weights = on_device(base, meshes.base_shardings(mesh, base))
+    return Need(weights, adapters, 2 * adapters, cache, spare(sampling + copies), spare(training + gradients + copies))
+
+
+def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p: int, group: int, t: int, c: int) -> int:
+    """Bytes that a rollout keeps in between on one device, beside its cache: the larger of prefill and a decoding step."""
+    rows = meshes.row_shards(mesh)
+    prefill = _block(model.spec, p / rows, t, t * t, p * t / mesh.shape["data"])
+    decode = _block(model.spec, p / rows, group, group * (t + c), p * group / mesh.shape["data"])
+    logits = 4 * p * group / rows * model.spec.vocab * LOGITS
+    return int(max(prefill, decode + logits) + _matrices(base, mesh))
+
+
+def training_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p: int, group: int, t: int, c: int) -> int:
+    """Bytes that the gradient of `p` prompts keeps in between on one device, beside the adapter's own."""
+    spec, rows, tokens = model.spec, meshes.row_shards(mesh), t + group * c
+    block = _block(spec, p / rows, tokens, t * t + group * c * (t + c), p * tokens / mesh.shape["data"])
+    saved = 4 * spec.layers * p / rows * tokens * spec.d_model
+    if not model.remat:
+        saved += spec.layers * block
+    return int(saved + BACKWARD * block + 2 * _matrices(base, mesh))
+
+
+def _block(spec: Spec, rows: float, tokens: int, scores: int, gathered: float) -> float:
+    """Bytes that one block keeps in between: `rows` x `tokens` of them through its matrices, `gathered` tokens through experts."""
+    wide = spec.d_model + spec.heads * spec.head_dim * (2 if spec.mla else 1) + max(spec.d_mlp, spec.d_shared)
+    pairs = gathered * spec.experts_per_token * spec.d_model if spec.sparse_layers else 0
+    return 4 * (WIDTHS * rows * tokens * wide + SCORES * rows * spec.heads * scores + PAIRS * pairs)
+
+
+def _matrices(base: Base, mesh: AbstractMesh) -> float:
+    """Bytes of the largest matrix while it is multiplied: its codes as integers or floats, a copy or two."""
+    return 0
