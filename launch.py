@@ -3,6 +3,7 @@
     python launch.py                                        trains experiments/quickstart.py in runs/quickstart
     python launch.py --config=FILE[:arg] --config.adapter.rank=4 --workdir=runs/rank4
     python launch.py --mode=eval|sweep|consistency          on the same config and directory
+    python launch.py --mode=plan                            the memory that a run needs, told before anything is loaded
     python launch.py --mode=quality                         how far a low-precision base is from its original: table and plot
     python launch.py --mode=export --layout=fused           the run's adapter for peft; merged, or for serving engines
     python launch.py --adapter=DIR                          starts from an adapter in PEFT's format
@@ -22,7 +23,7 @@ from rl_adapter import config as config_lib
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEFAULT_CONFIG = "experiments/quickstart.py"
-MODES = ("train", "eval", "sweep", "consistency", "export", "quality")
+MODES = ("train", "eval", "sweep", "consistency", "export", "plan", "quality")
 LAYOUTS = ("per-expert", "fused", "fused-0.18", "merged", "merged-requantized")
 
 
@@ -97,6 +98,11 @@ def main(argv: list[str]) -> None:
 
     from rl_adapter import runtime  # imports JAX, which a wrong command line need not wait for
 
+    if values.mode == "plan":
+        from rl_adapter import plan
+
+        plan.run(config, values.devices)  # of a machine that need not be this one
+        return
     runtime.setup(values.devices)
     if values.mode == "train":
         from rl_adapter import train

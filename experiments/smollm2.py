@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     c.loss.measure_kl = False
     c.adapter.rank = 8
     c.adapter.alpha = 16.0
-    c.optimizer.learning_rate = 3e-4
+    c.optimizer.learning_rate = 5e-4
     c.optimizer.warmup_steps = 3
     c.optimizer.accumulate = 3
     c.eval.examples = 300

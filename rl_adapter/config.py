@@ -31,6 +31,7 @@ def default() -> ConfigDict:
     c.seed = 0  # int in 0 .. 2^32 - 1; keys adapter init and every sampled token
     c.steps = 100  # int >= 1; rollout batches trained on, in all (a resumed run goes on to this number)
     c.model = ""  # directory in HF layout, or a .gguf file; '' = the base that ships with the package
+    c.prepared = ""  # directory of copies of loaded bases, which load faster: used where present, made where not; '' = none
     c.numerics = "exact"  # 'exact' (integer contractions, same bits everywhere) | 'float' (dequantize and multiply)
     c.act_bits = 16  # 8 | 16; bits of activations in exact mode
     c.context = 0  # tokens, >= 2; prompt + completion must fit; 0 = as needed by data.max_prompt_tokens + rollout.max_new_tokens
@@ -114,8 +115,8 @@ def default() -> ConfigDict:
     y.against = ""  # the reference, such as the original in high precision, as `model`; '' = `model` itself
     y.also = ()  # more bases to measure beside `model`, each as `model`
     y.variants = ("a16", "a8")  # what each base runs in: float | a16 | a8, or with a form of quantize.linear, as in a8:int4_g32
-    y.text_path = ""  # held-out text, UTF-8; '' = the held-out problems with their answers
-    y.rows = 64  # rows of text >= 1
+    y.text_path = ""  # held-out text, UTF-8; '' = the answers to held-out problems
+    y.rows = 256  # rows of text, or problems, >= 1: at most
     y.tokens = 256  # tokens of a row >= 2, at most
     y.positions = 16  # tokens of a row >= 1 at which logits and layers are compared; perplexity and experts are of all
     y.batch = 8  # rows at a time >= 1
@@ -247,7 +248,7 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     more steps merely extend it.
     """
     # The base is compared by its digest, not by where it lies.
-    watched = ("eval.", "checkpoint.", "quality.", "model") + (("steps",) if config.optimizer.schedule == "constant" else ())
+    watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
     return fields | {"adapter.init": _digest(config.adapter.init)}
 

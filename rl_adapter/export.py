@@ -17,6 +17,7 @@ from rl_adapter.hub import load, merge, peft
 
 MERGED, REQUANTIZED = "merged", "merged-requantized"
 REPORT = "export.json"
+MUCH = 0.1  # of the adapter's change of the weights
 
 
 def run(
@@ -40,7 +41,7 @@ def run(
         raise ValueError(f"--out: found something in {out} already, need a directory that is empty or absent: nothing is overwritten")
     checkpoint = load.open_checkpoint(configs.model_path(config))
     if layout in peft.LAYOUTS:
-        next(iter(peft.pairs(checkpoint.described, layout)))  # refuses a layout that the model does not have
+        list(peft.pairs(checkpoint.described, layout))  # refuses a layout that the model does not have
     session = sessions.open_session(config)
     step, adapter = evaluate.last_adapter(config, workdir, session, override_identity)
     adapter = jax.device_get(adapter)
@@ -73,5 +74,7 @@ def run(
     for row in rows:
         table.add_row(*(f"{x:.3g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row))
     Console().print(table)
+    if layout in (MERGED, REQUANTIZED) and (lost := max(row[-1] for row in rows)) > MUCH:
+        print(f"rounding changed some weights by {lost:.0%} of what the adapter does: evaluate the merged model before using it")
     print(f"written to {out}")
     return out

@@ -34,7 +34,9 @@ GB = 10**9
 H200 = 141 * GB  # as its data sheet says
 SHARE = 0.75  # of a device's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 SPARE = 0.25  # of the temporaries
-WIDTHS, SCORES, PAIRS, LOGITS, BACKWARD = 4, 4, 4, 4, 2
+MATRIX = 3  # copies in 32 bits of a matrix while it is multiplied
+COPIES = 4  # of an activation that are there at once, forward and backward
+LARGEST_SHARE = 0.95  # of a device's memory: the driver, and the program itself, want some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +207,9 @@ def on_device(tree: PyTree, shardings: PyTree) -> int:
 
 
 def abstract_mesh(config: ConfigDict, devices: int) -> AbstractMesh:
-    """The run's mesh, of devices that need not be there; data 0 takes all of `devices` that the other two leave."""
+    """The run's mesh, of devices that need not be there; data 0 takes all of `devices` (0: those present) that the other two leave."""
     m = config.mesh
-    data = m.data or max(1, devices // (m.expert * m.model))
+    data = m.data or max(1, (devices or jax.device_count()) // (m.expert * m.model))
     return AbstractMesh((data, m.expert, m.model), ("data", "expert", "model"), axis_types=(AxisType.Auto,) * 3)
 
 
@@ -243,27 +245,94 @@ def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p:
     rows = meshes.row_shards(mesh)
     prefill = _block(model.spec, p / rows, t, t * t, p * t / mesh.shape["data"])
     decode = _block(model.spec, p / rows, group, group * (t + c), p * group / mesh.shape["data"])
-    logits = 4 * p * group / rows * model.spec.vocab * LOGITS
-    return int(max(prefill, decode + logits) + _matrices(base, mesh))
+    logits = 4 * p * group / rows * model.spec.vocab
+    return int(max(prefill, decode + COPIES * logits) + _multiplying(base, mesh))
 
 
 def training_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p: int, group: int, t: int, c: int) -> int:
     """Bytes that the gradient of `p` prompts keeps in between on one device, beside the adapter's own."""
     spec, rows, tokens = model.spec, meshes.row_shards(mesh), t + group * c
     block = _block(spec, p / rows, tokens, t * t + group * c * (t + c), p * tokens / mesh.shape["data"])
-    saved = 4 * spec.layers * p / rows * tokens * spec.d_model
-    if not model.remat:
-        saved += spec.layers * block
-    return int(saved + BACKWARD * block + 2 * _matrices(base, mesh))
+    saved = 4 * spec.layers * p / rows * tokens * spec.d_model + (0 if model.remat else spec.layers * block)
+    logits = 4 * spec.vocab * max(16, 2**20 // spec.vocab)  # a chunk of rows, of which `token_logprobs` takes so many
+    return int(saved + block + COPIES * logits + _multiplying(base, mesh))
 
 
 def _block(spec: Spec, rows: float, tokens: int, scores: int, gathered: float) -> float:
-    """Bytes that one block keeps in between: `rows` x `tokens` of them through its matrices, `gathered` tokens through experts."""
-    wide = spec.d_model + spec.heads * spec.head_dim * (2 if spec.mla else 1) + max(spec.d_mlp, spec.d_shared)
+    """Bytes that one block keeps in between: `rows` x `tokens` through its matrices, of which each row has so many `scores` of
+    attention, and `gathered` tokens through its experts, to each of which it adds a row a pair."""
+    wide = spec.d_model + spec.heads * spec.head_dim + max(spec.d_mlp, spec.d_shared)
     pairs = gathered * spec.experts_per_token * spec.d_model if spec.sparse_layers else 0
-    return 4 * (WIDTHS * rows * tokens * wide + SCORES * rows * spec.heads * scores + PAIRS * pairs)
+    return COPIES * 4 * (rows * tokens * wide + rows * spec.heads * scores + pairs)
 
 
-def _matrices(base: Base, mesh: AbstractMesh) -> float:
-    """Bytes of the largest matrix while it is multiplied: its codes as integers or floats, a copy or two."""
-    return 0
+def _multiplying(base: Base, mesh: AbstractMesh) -> int:
+    """Bytes of a device's part of the largest matrix, of one layer and expert, while it is multiplied: integers or floats, and copies."""
+    local = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype), base, meshes.base_shardings(mesh, base))
+    weights = filter(quant.is_quantized, jax.tree.leaves(local, is_leaf=quant.is_quantized))
+    return int(MATRIX * 4 * max(np.prod(quant.shape(w)[-2:]) for w in weights))
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------------
+
+
+def plan(config: ConfigDict, devices: int = 0) -> tuple[Need, AbstractMesh]:
+    """What a run of `config` takes of each device. Of the model, `config.json` must be there; its weights need not be."""
+    configs.validate(config)
+    path = configs.model_path(config)
+    context = config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if path.is_dir() and not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        described, settings = families.read_family(path)
+        base = abstract_base(described, codecs.read_quantization(settings), config.quantize, settings, None, context)
+    else:
+        opened = load.open_checkpoint(path)
+        described = opened.described
+        base = abstract_base(described, opened.quantization, config.quantize, {}, opened.tensors, context)
+    if context > described.spec.max_positions:
+        raise ValueError(f"context: found {context} tokens, need at most the model's {described.spec.max_positions} positions")
+    mesh = abstract_mesh(config, devices)
+    return need(described.spec, base, config, mesh), mesh
+
+
+def share() -> float:
+    """Of a device's memory that JAX takes."""
+    found = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or str(SHARE)
+    try:
+        if 0 < float(found) <= 1:
+            return float(found)
+    except ValueError:
+        pass
+    raise ValueError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: found {found!r}, need a number in (0, 1]")
+
+
+def verdict(found: Need, memory: int, taken: float) -> str:
+    """Whether it fits devices of `memory` bytes, `taken` of which JAX takes."""
+    least = found.total / memory
+    if least <= taken:
+        return f"fits: {found.total / GB:.1f} GB of the {memory * taken / GB:.1f} GB that JAX takes of {memory / GB:.0f} GB"
+    if least <= LARGEST_SHARE:
+        return f"fits only with XLA_PYTHON_CLIENT_MEM_FRACTION={np.ceil(least * 100) / 100:.2f} or more, of {memory / GB:.0f} GB"
+    return f"does not fit: {found.total / GB:.1f} GB of {memory / GB:.0f} GB"
+
+
+def run(config: ConfigDict, devices: int = 0, memory: int = H200, console: Console | None = None) -> Need:
+    """Prints the table of a run's memory, and whether it fits devices of `memory` bytes."""
+    found, mesh = plan(config, devices)
+    table = Table(title=f"GB of each of {mesh.size} devices, mesh {dict(mesh.shape)}", box=box.SIMPLE)
+    table.add_column("")
+    for column in ("rollout", "update"):
+        table.add_column(column, justify="right")
+    show = lambda x: "" if x is None else f"{x / GB:.2f}"
+    for name, *both in (
+        ("weights", found.weights, found.weights),
+        ("adapters", found.adapters, found.adapters),
+        ("optimizer", found.optimizer, found.optimizer),
+        ("cache", found.cache, None),
+        ("activations and gradients (estimate)", found.sampling, found.training),
+        ("total", found.rollout, found.update),
+    ):
+        table.add_row(name, *map(show, both), style="bold" if name == "total" else "")
+    console = console or Console()
+    console.print(table)
+    console.print(verdict(found, memory, share()))
+    return found

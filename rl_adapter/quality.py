@@ -10,7 +10,8 @@ stores as floats kept in fixed16, which loses next to nothing. Each base (`model
 
 Bases are loaded one after the other, so that devices never hold two; those that differ in numerics alone are loaded once. What the
 host keeps of the reference is, in f32, V + L * D numbers for each of quality.rows * quality.positions tokens, and, in int16, k
-experts for each token and layer: 1,024 tokens of a model with V = 150,000, D = 7,168 and 61 layers take 2.4 GB.
+experts for each token and layer: 1,024 tokens of a model with V = 150,000, D = 7,168 and 61 layers take 2.4 GB (the default 256 rows
+of 16 positions four times as much). On the devices a batch adds quality.batch * quality.positions * (V + L * D) numbers.
 """
 
 import dataclasses
@@ -66,21 +67,21 @@ class Rows:
     """Text as tokens, and the tokens that logits and layers are compared at. All on the host."""
 
     tokens: np.ndarray  # [R, T] int32
+    starts: np.ndarray  # [R] >= 1: tokens before it are given
     lengths: np.ndarray  # [R]
-    slots: np.ndarray  # [R, n] int32
+    slots: np.ndarray  # [R, n] int32: each predicts the token after it
     used: np.ndarray  # [R, n] bool: short rows have fewer slots
 
     @property
     def predicted(self) -> np.ndarray:
-        """[R, T - 1]: tokens after the first of a row."""
-        return np.arange(1, self.tokens.shape[1]) < self.lengths[:, None]
+        """[R, T - 1]: which tokens, from the second of a row on, are predicted."""
+        at = np.arange(1, self.tokens.shape[1])
+        return (at >= self.starts[:, None]) & (at < self.lengths[:, None])
 
     @property
     def valid(self) -> np.ndarray:
+        """[R, T]"""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
-
-    def pick(self, rows: np.ndarray) -> "Rows":
-        return Rows(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
                 kept, at_first = list(parts), rewards
                 columns[variant] = about | {"perplexity": perplexity(kept, rows)} | tasks(rewards)
             else:
-                gaps = [compare(mine, part) for mine, part in zip(kept, parts)]
+                # strict runs `parts` to its end, or it would hold this base while the next one is loaded.
+                gaps = [compare(mine, part) for mine, part in zip(kept, parts, strict=True)]
                 columns[variant] = about | summary(gaps, kept, rows) | tasks(rewards, at_first)
     text = {
         "path": config.quality.text_path,
@@ -204,26 +206,26 @@ def stored_as_floats(checkpoint: load.Checkpoint) -> set[str]:
 
 
 def read_rows(config: ConfigDict, tokenizer: Tokenizer, max_positions: int) -> Rows:
-    """The text: cut into rows of quality.tokens; or one held-out problem a row, with its answer."""
+    """The text: a file, cut into rows of quality.tokens; or one held-out problem a row, of which the answer is predicted."""
     quality = config.quality
-    documents = _text(config, tokenizer) if quality.text_path else _problems(config, tokenizer)
+    documents, starts = _text(config, tokenizer) if quality.text_path else _problems(config, tokenizer)
     longest = max(map(len, documents))
     if longest > min(quality.tokens, max_positions):
-        need = f"at least the {longest} of the longest problem and its answer"
+        need = f"at least {longest} for the longest problem with its answer"
         if longest > max_positions:
-            need = f"rows of at most the model's {max_positions} positions, found one of {longest}"
+            need = f"rows within the {max_positions} positions of the model, found one of {longest}"
         raise ValueError(f"quality.tokens: found {quality.tokens}, need {need}")
     tokens, lengths = prompts.batch(documents, np.arange(len(documents)), longest, tokenizer.pad_id)
-    n = min(quality.positions, longest - 1)
+    n = min(quality.positions, int((lengths - starts).max()))
     slots, used = np.zeros((len(tokens), n), np.int32), np.zeros((len(tokens), n), bool)
-    for row, length in enumerate(lengths):
-        count = min(n, length - 1)  # the last token predicts none
-        slots[row, :count] = np.round(np.linspace(0, length - 2, count))
+    for row, (start, length) in enumerate(zip(starts, lengths)):
+        count = min(n, length - start)
+        slots[row, :count] = np.round(np.linspace(start - 1, length - 2, count))
         used[row, :count] = True
-    return Rows(tokens, lengths, slots, used)
+    return Rows(tokens, np.array(starts), lengths, slots, used)
 
 
-def _text(config: ConfigDict, tokenizer: Tokenizer) -> list[np.ndarray]:
+def _text(config: ConfigDict, tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
     path, wanted, size = config.quality.text_path, config.quality.rows, config.quality.tokens
     try:
         with open(path, encoding="utf-8") as file:
@@ -239,18 +241,22 @@ def _text(config: ConfigDict, tokenizer: Tokenizer) -> list[np.ndarray]:
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         raise ValueError(f"quality.text_path: found {len(ids)} tokens in {path!r}, need at least 2")
-    return rows
+    return rows, [1] * len(rows)
 
 
-def _problems(config: ConfigDict, tokenizer: Tokenizer) -> list[np.ndarray]:
-    rows = []
+def _problems(config: ConfigDict, tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
+    rows, starts = [], []
     for problem in prompts.load(config.data, "eval")[: config.quality.rows]:
         text = config.data.prompt.replace("{prompt}", problem.prompt)
         start = chat.start(tokenizer, [{"role": "user", "content": text}]).ids if config.data.chat else tokenizer.encode(text)
         answer = f"{config.reward.mark} {problem.answer}" if config.reward.mark else problem.answer
         between = "" if config.data.chat or text[-1].isspace() else " "
-        rows.append(np.array([*start, *tokenizer.encode(between + answer, special=False)], np.int32))
-    return rows
+        end = tokenizer.encode(between + answer, special=False)
+        if not start or not end:
+            raise ValueError(f"data: found a problem of {len(start)} tokens with an answer of {len(end)}, need at least 1 of each")
+        rows.append(np.array([*start, *end], np.int32))
+        starts.append(len(start))
+    return rows, starts
 
 
 # Measuring

@@ -22,7 +22,7 @@ def table(result: Mapping[str, Any]) -> Table:
     out.add_column("")
     for column in (reference, *variants):
         out.add_column(column["label"].replace(", ", "\n"), justify="right")
-    for name, show in _ROWS.items():
+    for name, show in _ROWS:
         cells = [show(column) for column in (reference, *variants)]
         if any(cells):
             out.add_row(name, *cells)
@@ -43,42 +43,42 @@ def _percent(key: str, interval: str, sign: str = "") -> Callable[[Column], str]
     return show
 
 
-_ROWS: dict[str, Callable[[Column], str]] = {
-    "weights, MB": lambda column: f"{sum(column['forms'].values()) / 1e6:,.1f}",
-    "perplexity": _shown("perplexity", "{:.4f}"),
-    "  change": _percent("perplexity_change", "perplexity_change_interval", "+"),
-    "KL, mean nats": _shown("kl_mean", "{:.2e}"),
-    "  99th percentile": _shown("kl_p99", "{:.2e}"),
-    "  largest": _shown("kl_max", "{:.2e}"),
-    "same likeliest token": _shown("same_top", "{:.2%}"),
-    "same experts": _shown("experts_shared", "{:.2%}"),
-    "  all k of a token": _shown("experts_same_set", "{:.2%}"),
-    "error, first layer": lambda column: f"{column['layer_error'][0]:.2e}" if "layer_error" in column else "",
-    "  worst layer": lambda column: f"{max(column['layer_error']):.2e}" if "layer_error" in column else "",
-    "  last layer": lambda column: f"{column['layer_error'][-1]:.2e}" if "layer_error" in column else "",
-    "accuracy": _percent("accuracy", "accuracy_interval"),
-    "  change": _percent("accuracy_change", "accuracy_change_interval", "+"),
-}
+_ROWS: tuple[tuple[str, Callable[[Column], str]], ...] = (
+    ("weights, MB", lambda column: f"{sum(column['forms'].values()) / 1e6:,.1f}"),
+    ("perplexity", _shown("perplexity", "{:.4f}")),
+    ("  change", _percent("perplexity_change", "perplexity_change_interval", "+")),
+    ("KL, mean nats", _shown("kl_mean", "{:.2e}")),
+    ("  99th percentile", _shown("kl_p99", "{:.2e}")),
+    ("  largest", _shown("kl_max", "{:.2e}")),
+    ("same top token", _shown("same_top", "{:.2%}")),
+    ("same experts", _shown("experts_shared", "{:.2%}")),
+    ("  all k of a token", _shown("experts_same_set", "{:.2%}")),
+    ("error, first layer", lambda column: f"{column['layer_error'][0]:.2e}" if "layer_error" in column else ""),
+    ("  worst layer", lambda column: f"{max(column['layer_error']):.2e}" if "layer_error" in column else ""),
+    ("  last layer", lambda column: f"{column['layer_error'][-1]:.2e}" if "layer_error" in column else ""),
+    ("accuracy", _percent("accuracy", "accuracy_interval")),
+    ("  change", _percent("accuracy_change", "accuracy_change_interval", "+")),
+)
 
 
 def plot(result: Mapping[str, Any], path: pathlib.Path) -> None:
     """Error by layer; then by variant: KL, change of perplexity, and change of accuracy where tasks were measured."""
-    import matplotlib
-
-    matplotlib.use("agg")  # a server has no screen
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # not pyplot, which would choose a screen for the whole process
 
     variants, with_tasks = result["variants"], "accuracy" in result["reference"]
     y = np.arange(len(variants))
-    colors = [plt.get_cmap("tab10")(i % 10) for i in y]
+    colors = [colormaps["tab10"](i % 10) for i in y]
     widths = [1.7, 1, 1, 1] if with_tasks else [1.7, 1, 1]
     size = (3.2 * sum(widths), 1.6 + max(2.0, 0.4 * len(variants)))
-    figure, (layers, kl, perplexity, *accuracy) = plt.subplots(1, len(widths), figsize=size, width_ratios=widths, layout="constrained")
+    figure = Figure(size, layout="constrained")
+    layers, kl, perplexity, *accuracy = figure.subplots(1, len(widths), width_ratios=widths)
 
     for column, color in zip(variants, colors):
         error = np.maximum(column["layer_error"], FLOOR)
         layers.plot(np.arange(1, len(error) + 1), error, "o-", ms=3, color=color, label=column["label"])
     layers.set(title="error of the residual stream", xlabel="after layer", ylabel="relative RMS error", yscale="log")
+    layers.legend(frameon=False)
     layers.xaxis.get_major_locator().set_params(integer=True)
 
     for i, (column, color) in enumerate(zip(variants, colors)):
@@ -108,4 +108,3 @@ def plot(result: Mapping[str, Any], path: pathlib.Path) -> None:
     text = result["text"]
     figure.suptitle(f"against {result['reference']['label']} ({text['tokens']} tokens)", fontsize="medium")
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -13,7 +13,7 @@ from rl_adapter import config as configs
 from rl_adapter import lora, monitor, prompts, reward, rollout
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
-from rl_adapter.hub import chat, load, peft_read
+from rl_adapter.hub import chat, load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.types import Array, Base, Numerics, Problem
 
@@ -48,7 +48,8 @@ def open_session(config: ConfigDict) -> Session:
     adapter = lora.adapter_spec(config.adapter)
     initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
     with monitor.loading(f"loading {checkpoint.path.name}") as progress:
-        loaded = load.load(checkpoint, config.quantize, mesh, progress)
+        source = checkpoint, config.quantize, mesh, progress
+        loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     jax.eval_shape(lambda: lora.init(adapter, loaded.base, jax.random.key(0)))  # refuses ranks that do not fit
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)
     session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial)
@@ -124,8 +125,8 @@ def moves_logits(session: Session, adapter: lora.Adapter) -> bool:
 @functools.partial(jax.jit, static_argnums=0)
 def _probe(model: models.Model, base: Base, adapter: lora.Adapter, tokens: Array) -> Array:
     """The logits [N, V] of whole rows."""
-    prepared = lora.prepare(adapter, model.numeric)
+    exact = lora.prepare(adapter, model.numeric)
     lengths, valid = jnp.full(len(tokens), tokens.shape[1]), jnp.ones(tokens.shape, bool)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    out = models.apply(model, base, prepared, tokens, positions, valid, models.prefill(model.numeric, lengths))
-    return models.logits(model, base, prepared, out.hidden.reshape(-1, model.spec.d_model))
+    out = models.apply(model, base, exact, tokens, positions, valid, models.prefill(model.numeric, lengths))
+    return models.logits(model, base, exact, out.hidden.reshape(-1, model.spec.d_model))

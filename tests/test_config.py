@@ -43,6 +43,20 @@ BAD = [
     ({"optimizer.schedule": "step"}, "optimizer.schedule"),
     ({"optimizer.warmup_steps": 10**6}, "optimizer.warmup_steps"),
     ({"checkpoint.keep": 0}, "checkpoint.keep"),
+    ({"adapter.mlp.rank": -1}, "adapter.mlp.rank"),
+    ({"adapter.init": "/nowhere"}, "adapter.init"),
+    ({"data.prompt": "no place"}, "data.prompt"),
+    ({"data.prompt": "{prompt} {prompt}"}, "data.prompt"),
+    ({"rollout.stop": ("",)}, "rollout.stop"),
+    ({"quality.tokens": 1}, "quality.tokens"),
+    ({"quality.rows": 0}, "quality.rows"),
+    ({"quality.variants": ()}, "quality.variants"),
+    ({"quality.variants": ("a16", "a16")}, "quality.variants"),
+    ({"quality.variants": ("a4",)}, "quality.variants"),
+    ({"quality.variants": ("a8:int3",)}, "quality.variants"),
+    ({"quality.text_path": "/nowhere.txt"}, "quality.text_path"),
+    ({"quality.against": "/nowhere"}, "quality.against"),
+    ({"quality.also": ("/nowhere",)}, "quality.also"),
 ]
 
 
@@ -51,7 +65,7 @@ def test_default_is_valid_and_locked():
     config_lib.validate(config)
     with pytest.raises(AttributeError):
         config.stepz = 3
-    assert config_lib.model_dir(config) == config_lib.SHIPPED_BASE
+    assert config_lib.model_path(config) == config_lib.SHIPPED_BASE
 
 
 @pytest.mark.parametrize("change,field", BAD, ids=[f"{f}-{i}" for i, (_, f) in enumerate(BAD)])
@@ -61,7 +75,9 @@ def test_bad_value_names_its_field(change, field):
 
 
 def test_every_number_and_choice_has_a_check():
-    free = {"remat", "adapter.rank_stabilized", "adapter.shared_a", "model", "data.kinds", "data.train_path", "data.eval_path"}
+    free = {"remat", "adapter.rank_stabilized", "adapter.shared_a", "data.chat", "loss.measure_kl", "quality.tasks", "quality.plot"}  # yes or no
+    free |= {"model", "prepared", "adapter.init", "data.train_path", "data.eval_path", "quality.text_path"}  # paths
+    free |= {"data.kinds", "data.prompt", "rollout.stop", "reward.mark", "quality.against", "quality.also", "quality.variants"}  # by hand
     config = config_lib.default()
     checked = set(config_lib._RANGES) | set(config_lib._choices(config))
     assert set(config_lib.flatten(config)) == checked | free
@@ -70,8 +86,8 @@ def test_every_number_and_choice_has_a_check():
 def test_ranks_follow_adapter_rank_until_set_on_their_own():
     default = config_lib.default()
     config = config_lib.override(default, {"adapter.rank": 4, "adapter.alpha": 4.0})
-    assert [config.adapter[g].rank for g in config_lib.GROUPS] == [4, 4, 0, 0]
-    assert [config.adapter[g].alpha for g in config_lib.GROUPS] == [4.0] * 4
+    assert [config.adapter[g].rank for g in config_lib.GROUPS] == [4, 4, 4, 0, 0]
+    assert [config.adapter[g].alpha for g in config_lib.GROUPS] == [4.0] * 5
     own = config_lib.override(config, {"adapter.experts.rank": 2})
     assert (own.adapter.rank, own.adapter.attention.rank, own.adapter.experts.rank) == (4, 4, 2)
     assert config.adapter.experts.rank == 4 and default.adapter.attention.rank == 8, "a copy shares no reference"
@@ -101,7 +117,7 @@ def test_plain_survives_json():
 
 def test_identity_holds_what_decides_the_bits():
     config = config_lib.default()
-    same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1}
+    same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1, "prepared": "x", "quality.rows": 3}
     assert config_lib.identity(config_lib.override(config, same)) == config_lib.identity(config)
     for change in ({"seed": 1}, {"adapter.rank": 4}, {"data.kinds": ("x",)}, {"numerics": "float"}):
         assert config_lib.identity(config_lib.override(config, change)) != config_lib.identity(config)

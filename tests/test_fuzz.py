@@ -25,7 +25,29 @@ SHARDS, INDEX = GOLDEN / "qwen3_moe-bf16-shards", "model.safetensors.index.json"
 FORMS = {"linear": "int8", "head": "fixed16", "router": "fixed16"}
 TRIALS = int(os.environ.get("FUZZ_TRIALS", "1"))  # times as many
 DEEP = "[" * 100_000
-ODD = [None, True, -1, 0, 1, 3, 2**16, 2**31 - 1, 2**31, 10**400, 0.5, float("nan"), float("inf"), "", "4", "x" * 10**4, [], [1], [[]], {}, {"a": 1}]
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**16,
+    2**31 - 1,
+    2**31,
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "4",
+    "x" * 10**4,
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+]
 
 
 def sound(path) -> bool:
@@ -129,7 +151,7 @@ def test_cut_files(tmp_path):
 def test_flipped_bytes(tmp_path):
     """Bytes of weights cannot be told from others; those of headers may name another shape, dtype or tensor."""
     held = 0
-    for directory, rng in copies(tmp_path, ONE_FILE, 120, seed=2):
+    for directory, rng in copies(tmp_path, ONE_FILE, 80, seed=2):
         whole = bytearray((directory / SINGLE).read_bytes())
         header = 8 + int.from_bytes(whole[:8], "little")
         low, high = pick(rng, [(0, 8), (8, header), (8, header), (header, len(whole))])
@@ -141,7 +163,7 @@ def test_flipped_bytes(tmp_path):
 
 
 def test_headers(tmp_path):
-    for directory, rng in copies(tmp_path, ONE_FILE, 120, seed=3):
+    for directory, rng in copies(tmp_path, ONE_FILE, 90, seed=3):
         whole = (directory / SINGLE).read_bytes()
         header = header_of(whole)
         name, other = (pick(rng, [n for n in header if n != "__metadata__"]) for _ in range(2))
@@ -211,7 +233,7 @@ def is_spare(directory, name) -> bool:
 
 def test_values_that_are_no_weights(tmp_path):
     """NaN, Inf and negative values wherever floats lie: refused, or no harm."""
-    for directory, rng in copies(tmp_path, ONE_FILE, 90, seed=5):
+    for directory, rng in copies(tmp_path, ONE_FILE, 60, seed=5):
         tensors = contents(directory)
         floats = sorted(n for n in tensors if tensors[n].dtype.kind in "fV" and tensors[n].itemsize > 1)
         name, bad = pick(rng, floats), pick(rng, [np.nan, np.inf, -np.inf, -1.0, 3e38, 1e-40])
@@ -291,7 +313,7 @@ def test_links_to_shards_are_how_caches_lie(tmp_path):
 
 def test_configs(tmp_path):
     """Each field of each family in turn, at whatever depth, some values in range and far too large."""
-    for directory, rng in copies(tmp_path, DIRECTORIES, 300, seed=7):
+    for directory, rng in copies(tmp_path, DIRECTORIES, 120, seed=7):
         config = json.loads((directory / "config.json").read_text())
         for _ in range(rng.integers(1, 3)):
             change(config, rng)
@@ -302,7 +324,7 @@ def test_configs(tmp_path):
 def test_quantization_configs(tmp_path):
     quantized = [d for d in DIRECTORIES if "quantization_config" in json.loads((d / "config.json").read_text())]
     assert len(quantized) > 10
-    for directory, rng in copies(tmp_path, quantized, 150, seed=8):
+    for directory, rng in copies(tmp_path, quantized, 80, seed=8):
         config = json.loads((directory / "config.json").read_text())
         if rng.random() < 0.2:
             config["quantization_config"] = pick(rng, ODD)
@@ -313,7 +335,7 @@ def test_quantization_configs(tmp_path):
 
 
 def test_counts_that_would_loop_for_hours(tmp_path):
-    for directory, rng in copies(tmp_path, DIRECTORIES, 120, seed=11):
+    for directory, rng in copies(tmp_path, DIRECTORIES, 50, seed=11):
         config = json.loads((directory / "config.json").read_text())
         inner = config.get("text_config", config)
         inner[pick(rng, [n for n, v in inner.items() if type(v) is int])] = pick(rng, [2**31 - 1, 4096, 65536])
@@ -323,7 +345,9 @@ def test_counts_that_would_loop_for_hours(tmp_path):
         assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", DEEP, '{"a": ' * 10**5, "\x00", '{"architectures": NaN}', '{"architectures": ["\\ud800"]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", DEEP, '{"a": ' * 10**5, "\x00", '{"architectures": NaN}', '{"architectures": ["\\ud800"]}']
+)
 def test_configs_that_are_none(text, tmp_path):
     directory, _ = next(copies(tmp_path, ONE_FILE, 1, 0))
     (directory / "config.json").write_text(text)
@@ -338,7 +362,7 @@ def test_gguf_files(tmp_path):
     files, held = sorted(GOLDEN.glob("*/model.gguf")), 0
     assert files
     rng, path = np.random.default_rng(9), tmp_path / "model.gguf"
-    for i in range(90 * TRIALS):
+    for i in range(60 * TRIALS):
         whole = bytearray(files[i % len(files)].read_bytes())
         if i % 3 == 0:
             whole = whole[: rng.integers(len(whole))]

@@ -17,12 +17,12 @@ LAYERS = [
     ("attention", "moe"),
     ("model",),
     ("hub", "loss"),  # the loss is a part of the update
-    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor", "samples", "plan"),  # the stages
+    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor", "plan"),  # the stages
     ("session",),
-    ("train", "evaluate", "consistency", "export", "sweep", "serve", "report"),
+    ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
 WITHIN = {9}  # orchestration: a sweep calls train, train calls evaluate
-DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint"}, "safetensors": {"hub"}}
+DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
 
 
 def imports(path: pathlib.Path) -> set[str]:

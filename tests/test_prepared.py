@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from test_load import FORMS, GOLDEN, SHAPES, assert_equal
 
+from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
-from rl_adapter import quant
+from rl_adapter import quant, session
 from rl_adapter.hub import load, prepared
 
 CASES = [
@@ -138,3 +139,13 @@ def test_nothing_is_written_where_the_source_is_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json"):
         prepared.load_prepared(directory, tmp_path, FORMS, meshes.make(1))
     assert not directory.exists()
+
+
+def test_a_session_uses_it(tmp_path, monkeypatch):
+    config = configs.override(configs.default(), {"prepared": str(tmp_path), "mesh.data": 1})
+    first = session.open_session(config)
+    monkeypatch.setattr(prepared, "load", lambda *_: pytest.fail("read the source"))
+    again = session.open_session(config)
+    assert again.digest == first.digest and again.report == first.report
+    assert_equal(again.base, first.base)
+    assert not any("prepared" in name for name in configs.identity(config))

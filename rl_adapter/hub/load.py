@@ -2,15 +2,16 @@
 
 First everything that can be told without reading weights is checked, and all that is wrong is raised as one error; then tensor after
 tensor is read, kept in its packed form or quantized, and written into its place on the devices that hold it. The host never has more
-than one tensor, and no float copy of the model ever exists.
+than a few tensors, and no float copy of the model ever exists.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from rl_adapter.hub.stream import Stack
 from rl_adapter.hub.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, parse_backend
 from rl_adapter.types import Base, Layer, PyTree, Spec
 
+THREADS = min(4, os.cpu_count() or 1)  # tensors read ahead
 DERIVED = {"kv_b": ("k_up", "v_up")}  # one tensor on disk, two fields of a Layer
 MOST_EXPERTS = 2**18  # of all layers
 BLOCK = 2**24  # numbers that are quantized at once
@@ -123,20 +125,22 @@ def load(
     total, done, stacks = sum(len(field.pieces) for field in fields), 0, {}
     counts, loss = Counter(), {}
     shardings = lambda name: lambda tree: jax.tree.map(lambda s: s, meshes.base_shardings(mesh, {name: tree})[name])
-    for field in fields:
-        for piece in field.pieces:
-            try:
-                for name, part, kept in _read(checkpoint, field, piece, forms, loss):
-                    where = (field.run, name)
-                    if where not in stacks:
-                        stacks[where] = Stack(field.lead, shardings(name.removeprefix("bias.")))
-                    stacks[where].put(piece.index, part)
-                    counts[kept] += quant.is_quantized(part)
-            except ValueError as error:
-                problems.append(f"{field.label}: {error}")
-            done += 1
-            if progress:
-                progress(done, total)
+    pieces = ((field, piece) for field in fields for piece in field.pieces)
+    for (field, piece), future in _ahead(lambda field, piece: _read(checkpoint, field, piece, forms), pieces):
+        try:
+            parts, cost = future.result()
+            for name, part, kept in parts:
+                where = (field.run, name)
+                if where not in stacks:
+                    stacks[where] = Stack(field.lead, shardings(name.removeprefix("bias.")))
+                stacks[where].put(piece.index, part)
+                counts[kept] += quant.is_quantized(part)
+            _add(loss, cost)
+        except ValueError as error:
+            problems.append(f"{field.label}: {error}")
+        done += 1
+        if progress:
+            progress(done, total)
     _raise(path, problems)
     base, digest, sizes = _finish(checkpoint.spec, stacks)
     report = {"bytes": sizes, "kept": counts[True], "quantized": counts[False], "loss": _summary(loss)}
@@ -220,40 +224,40 @@ def check(checkpoint: Checkpoint, fields: list[Field], forms: Callable[[str], st
                 if field.shape[1] % (group or (2 if bits == 4 else 1)):
                     need = f"groups for {forms(field.name)}"
                     problems.append(f"{field.label}: found {field.shape[1]} input features, which do not divide into {need}")
-    for name, (shapes, dtypes) in expected.items():
-        if name not in tensors:
-            problems.append(f"{name}: missing")
-            continue
-        entry = tensors.entries[name]
-        if tuple(entry.shape) not in [tuple(s) for s in shapes]:
-            problems.append(f"{name}: found shape {list(entry.shape)}, need {' or '.join(str(list(s)) for s in shapes)}")
-        if entry.dtype not in dtypes:
-            problems.append(f"{name}: found {entry.dtype}, need {' or '.join(dtypes)}")
     ignored = lambda name: families.ignored(checkpoint.described, name)
+    problems += codecs.problems(expected, tensors)
     return problems + [f"{name}: unexpected" for name in tensors.entries if name not in expected and not ignored(name)]
 
 
-def _read(checkpoint: Checkpoint, field: Field, piece: Piece, forms, loss: dict) -> Iterator[tuple[str, PyTree, bool]]:
-    """(field of the base, one slice in the form that it has there, whether it is as it lies on disk)."""
-    source, spec = piece.source, checkpoint.spec
+def _ahead(read: Callable, items: Iterator[tuple]) -> Iterator[tuple[tuple, Future]]:
+    """(item, future of read(*item)) in order, a few read ahead in threads: NumPy lets go of the interpreter while it unpacks."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = deque()
+        for item in items:
+            waiting.append((item, pool.submit(read, *item)))
+            if len(waiting) > THREADS:
+                yield waiting.popleft()
+        yield from waiting
+
+
+def _read(checkpoint: Checkpoint, field: Field, piece: Piece, forms) -> tuple[list[tuple[str, PyTree, bool]], dict]:
+    """[(field of the base, one slice in the form that it has there, whether it is as it lies on disk)], and what quantizing cost."""
+    source, spec, loss = piece.source, checkpoint.spec, {}
     if piece.codec is None:
         value = checkpoint.tensors.read(source.name, source.index).astype(np.float32)
         if not np.isfinite(value).all():
             raise ValueError(f"{source.name}: holds NaN or Inf; a base must be finite")
-        yield field.name, value, True
-        return
+        return [(field.name, value, True)], loss
     value = piece.codec.read(source, field.shape, checkpoint.tensors, checkpoint.quantization)
     kept = quant.is_quantized(value)
-    if field.name == "embed":
-        if not (kept and spec.tie_embeddings):  # else the head's columns are read
-            yield "embed", value, True
-    elif field.name in DERIVED:
+    if field.name == "embed":  # tied to a quantized head, the head's columns are read instead
+        return ([] if kept and spec.tie_embeddings else [("embed", value, True)]), loss
+    if field.name in DERIVED:
         w = np.asarray(quant.dequantize(value)).T if kept else value.astype(np.float32)
         w = w.reshape(spec.heads, spec.mla.nope + spec.mla.v, spec.mla.kv_rank)
-        for name, part in zip(DERIVED[field.name], (w[:, : spec.mla.nope], w[:, spec.mla.nope :].swapaxes(1, 2))):
-            yield name, _quantize(part, "fixed16", source.name, loss), False
-    else:
-        yield field.name, value if kept else _quantize(value.T, forms(field.name), source.name, loss), kept
+        halves = w[:, : spec.mla.nope], w[:, spec.mla.nope :].swapaxes(1, 2)
+        return [(name, _quantize(half, "fixed16", source.name, loss), False) for name, half in zip(DERIVED[field.name], halves)], loss
+    return [(field.name, value if kept else _quantize(value.T, forms(field.name), source.name, loss), kept)], loss
 
 
 def _quantize(w: np.ndarray, form: str, name: str, loss: dict) -> quant.Weight:
@@ -276,6 +280,12 @@ def _quantize_columns(w: np.ndarray, form: str, name: str, loss: dict) -> quant.
     seen[:4] += add
     seen[4] = max(seen[4], float((error / columns).max()))
     return q
+
+
+def _add(loss: dict, more: dict) -> None:
+    for form, seen in more.items():
+        old = loss.setdefault(form, np.zeros(5))
+        loss[form] = np.append(old[:4] + seen[:4], max(old[4], seen[4]))
 
 
 def _summary(loss: dict) -> dict:

@@ -27,7 +27,7 @@ from rl_adapter import mesh as meshes
 from rl_adapter import quant
 from rl_adapter.files import write_atomically
 from rl_adapter.hub.files import read_json
-from rl_adapter.hub.load import Loaded, assemble, load, open_checkpoint
+from rl_adapter.hub.load import Checkpoint, Loaded, assemble, load, open_checkpoint
 from rl_adapter.types import Base, PyTree
 
 SAMPLES, SAMPLE = 64, 4096  # of a file: how many, and of how many bytes
@@ -37,24 +37,29 @@ _HUB = pathlib.Path(__file__).parent
 
 def load_prepared(
     directory: str | os.PathLike,
-    path: str | os.PathLike,
+    model: Checkpoint | str | os.PathLike,
     quantize: Mapping[str, str],
     mesh: Mesh,
     progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
     """`load.load` from the copy in `directory` where there is one; else from the source, of which a copy is then kept."""
-    loaded = restore(directory, path, quantize, mesh)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    loaded = restore(directory, checkpoint, quantize, mesh)
     if loaded is None:
-        loaded = load(path, quantize, mesh, progress)
-        save(directory, path, quantize, loaded)
+        key = fingerprint(checkpoint.path, quantize)  # before it is read, should it change meanwhile
+        loaded = load(checkpoint, quantize, mesh, progress)
+        save(directory, key, loaded, checkpoint.path)
     return loaded
 
 
-def save(directory: str | os.PathLike, path: str | os.PathLike, quantize: Mapping[str, str], loaded: Loaded) -> None:
-    """Keeps a copy of what `path` loaded as.
+def save(directory: str | os.PathLike, key: str, loaded: Loaded, source: str | os.PathLike) -> None:
+    """Keeps a copy of what a source loaded as.
 
     Args:
         directory: of all copies; made where it is missing. Two sources that load as one base share a copy.
+        key: the source's `fingerprint`.
+        loaded: what is kept.
+        source: where it lies, for whoever reads the record.
     """
     directory = pathlib.Path(directory).absolute()
     copy = directory / loaded.digest
@@ -65,19 +70,19 @@ def save(directory: str | os.PathLike, path: str | os.PathLike, quantize: Mappin
             checkpointer.save(copy / ARRAYS, ocp.args.PyTreeSave(_named(loaded.base)))
         description = {"runs": len(loaded.base.layers), "fields": list(_describe(loaded.base)), "files": _hashes(copy / ARRAYS)}
         write_atomically(copy / COPY, json.dumps(description))
-    record = {"digest": loaded.digest, "copy": _sha256(copy / COPY), "report": loaded.report, "source": str(path)}
-    write_atomically(directory / f"{fingerprint(path, quantize)}.json", json.dumps(record, indent=1))
+    record = {"digest": loaded.digest, "copy": _sha256(copy / COPY), "report": loaded.report, "source": str(source)}
+    write_atomically(directory / f"{key}.json", json.dumps(record, indent=1))
 
 
-def restore(directory: str | os.PathLike, path: str | os.PathLike, quantize: Mapping[str, str], mesh: Mesh) -> Loaded | None:
-    """What `path` loads as, from its copy, straight to the devices; None if there is no copy of this source with these options.
+def restore(directory: str | os.PathLike, model: Checkpoint | str | os.PathLike, quantize: Mapping[str, str], mesh: Mesh) -> Loaded | None:
+    """What a model loads as, from its copy, straight to the devices; None if there is no copy of this source with these options.
 
     Raises:
         ValueError: the copy is damaged. Loading the source instead would hide that a disk fails.
     """
     directory = pathlib.Path(directory).absolute()
-    spec = open_checkpoint(path).spec
-    index = directory / f"{fingerprint(path, quantize)}.json"
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    index = directory / f"{fingerprint(checkpoint.path, quantize)}.json"
     if not index.exists():
         return None
     record = read_json(index)
@@ -97,8 +102,10 @@ def restore(directory: str | os.PathLike, path: str | os.PathLike, quantize: Map
             leaves = checkpointer.restore(copy / ARRAYS, ocp.args.PyTreeRestore(wanted, restore_args=how))
         base = jax.tree.structure(shapes).unflatten([leaves[name] for name in _named(shapes)])
     except Exception as error:  # whatever a damaged file makes of Orbax, TensorStore or JSON
-        raise ValueError(f"{copy}: the prepared copy of {path} is damaged; delete it. Found {type(error).__name__}: {error}") from None
-    return Loaded(spec, base, record["digest"], record["report"])
+        raise ValueError(
+            f"{copy}: the prepared copy of {checkpoint.path} is damaged; delete it. Found {type(error).__name__}: {error}"
+        ) from None
+    return Loaded(checkpoint.spec, base, record["digest"], record["report"])
 
 
 def fingerprint(path: str | os.PathLike, quantize: Mapping[str, str]) -> str:

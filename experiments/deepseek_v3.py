@@ -1,0 +1,41 @@
+"""GRPO on DeepSeek-V3, in FP8 as released.
+
+    python launch.py --config=experiments/deepseek_v3.py:/path/to/checkpoint --workdir=runs/deepseek_v3
+
+Hardware: 8 x H200. Memory: 111.9 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/deepseek_v3.py`: more than
+JAX takes by default, so set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+Not run on that hardware: the figure is arithmetic. Without a path, planning reads experiments/models, facts of the release.
+"""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+from rl_adapter import config as config_lib
+
+
+def get_config(model: str = "") -> ConfigDict:
+    """`model`: directory of the checkpoint; '' gives what planning needs, the release's config.json without weights."""
+    c = config_lib.default().unlock()
+    c.model = model or str(pathlib.Path(__file__).parent / "models" / "deepseek_v3")
+    c.steps = 200
+    c.mesh.data = 1
+    c.mesh.expert = 2
+    c.mesh.model = 4  # splits attention and the head too, which would take a copy on every device
+    c.quantize.linear = "int8"
+    c.data.chat = True
+    c.data.max_prompt_tokens = 128
+    c.rollout.prompts = 16
+    c.rollout.group = 8
+    c.rollout.max_new_tokens = 128
+    c.optimizer.accumulate = 8
+    c.optimizer.learning_rate = 1e-5  # about ten times what all weights would take
+    c.optimizer.warmup_steps = 5
+    c.adapter.rank = 8
+    c.adapter.alpha = 16.0
+    c.adapter.shared_a = True  # a rank counts 256 times
+    c.adapter.experts.rank = 1
+    c.adapter.experts.alpha = 2.0
+    c.loss.measure_kl = False
+    c.eval.batch = 16
+    return c.lock()
