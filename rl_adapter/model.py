@@ -206,7 +206,10 @@ def apply(
 def embed(base: Base, tokens: Array) -> Array:
     """tokens [...] -> f32 [..., D]; without an embedding of its own a model reads the columns of its quantized head."""
     w = base.head if base.embed is None else base.embed
-    return quant.columns(w, tokens) if quant.is_quantized(w) else w[tokens].astype(jnp.float32)
+    if not quant.is_quantized(w):
+        return w[tokens].astype(jnp.float32)
+    # Codes times scales: XLA unrolls the loop over a run of one layer, and could contract them with the addition of its output.
+    return numerics.fence(quant.columns(w, tokens))
 
 
 def prefill(numeric: Numerics, lengths: Array):

@@ -163,8 +163,8 @@ def dequantize(w: PyTree) -> Array:
     if not is_quantized(w):
         return w
     value = unpack(w.form, w.qvalue).astype(f32) * scales(w)[..., None, :]
-    if w.bias:
-        value = value - w.bias[0].astype(f32)[..., None, :]
+    if w.bias:  # fenced: of a tied embedding this enters the bits
+        value = numerics.fence(value) - w.bias[0].astype(f32)[..., None, :]
     value = value.reshape(shape(w))
     if w.order is None:
         return value
@@ -174,7 +174,8 @@ def dequantize(w: PyTree) -> Array:
 def columns(w: PyTree, index: Array) -> Array:
     """Columns of a weight [K, N] as rows: index [...] -> f32 [..., K]. An embedding that is tied to a quantized head."""
     flat = index.reshape(-1)
-    picked = jax.tree.map(lambda a: a if a.shape[-1] == 1 else jnp.take(a, flat, axis=-1), w)
+    # `order` is of the inputs, and stays; so does what all columns share.
+    picked = w.replace(tensor=jax.tree.map(lambda a: a if a.shape[-1] == 1 else jnp.take(a, flat, axis=-1), w.tensor))
     return dequantize(picked).T.reshape(*index.shape, -1)
 
 
@@ -243,7 +244,8 @@ def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
 
     def sum_of_groups(q, qvalue, scale, bias):
         d = numerics.contract(q, bits, unpack(w.form, qvalue), form.bits)
-        sums = None if bias is None else jnp.sum(q, -1).T[..., None]  # [G, M, 1], exact
+        # Through int32, which holds 2^16 numbers of 16 bits: in f32 the order of a sum over a wide group would show.
+        sums = None if bias is None else jnp.sum(q.astype(jnp.int32), -1).T[..., None].astype(f32)  # [G, M, 1]
         return numerics.sum_of_groups(d, scale / unit, sums, None if bias is None else bias / unit)
 
     def rows(q):  # [M, G, k] -> int32 [M, N]

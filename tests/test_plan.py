@@ -139,7 +139,7 @@ def test_a_released_model(name, monkeypatch):
     assert mesh.size == 8
     assert re.search(r"Memory: ([\d.]+) GB of the 141 GB of each", module.__doc__)[1] == f"{found.total / plan.GB:.1f}"
     assert "Not run on that hardware" in module.__doc__
-    said = re.search(r"XLA_PYTHON_CLIENT_MEM_FRACTION=([\d.]+)", module.__doc__)
+    said = re.search(r"XLA_PYTHON_CLIENT_MEM_FRACTION=(\d\.\d+)", module.__doc__)
     assert plan.verdict(found, plan.H200, float(said[1]) if said else plan.share()).startswith("fits: ")
     assert module.get_config("elsewhere").model == "elsewhere"
 

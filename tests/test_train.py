@@ -50,7 +50,7 @@ def make_config(base: pathlib.Path, **changes):
     return config_lib.override(config_lib.default(), settings(base, **changes))
 
 
-def share_of_digits(texts, problems, **_):
+def share_of_digits(texts, problems, *_):
     """A reward that a random model gets some of."""
     return np.array([np.mean([c.isdigit() for c in text] or [0]) for text in texts], np.float32), [None] * len(texts)
 
@@ -231,7 +231,7 @@ def truncate(base):
 
 def rename_architecture(base):
     path = base / "config.json"
-    path.write_text(path.read_text().replace("Qwen3MoeForCausalLM", "LlamaForCausalLM"))
+    path.write_text(path.read_text().replace("Qwen3MoeForCausalLM", "GrokForCausalLM"))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def rename_architecture(base):
     [
         ({"model": "/no/such/base"}, None, "model: found '/no/such/base', need a directory"),
         ({}, truncate, r"model\.safetensors: need a whole safetensors file"),
-        ({}, rename_architecture, "config.json: architectures: found .*Llama"),
+        ({}, rename_architecture, "config.json: architectures: found .*Grok"),
         ({"mesh.data": 3}, None, "mesh: 4 prompts at a time do not divide over data x expert = 3"),
         ({"mesh.model": 4}, None, "mesh.model: found 4, which does not divide the 2 key-value heads"),
         ({"mesh.data": 16}, None, "mesh: data x expert x model = 16 x 1 x 1 needs more than the 8 devices"),

@@ -119,7 +119,7 @@ def load(
             dtype, or not finite.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    path, forms = checkpoint.path, _forms(quantize)
+    path, forms = checkpoint.path, forms_of(quantize)
     fields, problems = plan(checkpoint)
     _raise(path, problems + check(checkpoint, fields, forms))
     total, done, stacks = sum(len(field.pieces) for field in fields), 0, {}
@@ -154,7 +154,7 @@ def _raise(path: str | os.PathLike, problems: list[str]) -> None:
         raise ValueError(f"{path}:\n  " + "\n  ".join(problem[:1000] for problem in problems[:100] + more))
 
 
-def _forms(quantize: Mapping[str, str]) -> Callable[[str], str]:
+def forms_of(quantize: Mapping[str, str]) -> Callable[[str], str]:
     """The form that a field takes where it is stored as floats."""
     if set(quantize) != {"linear", "head", "router"}:
         raise ValueError(f"quantize: found {sorted(quantize)}, need linear, head and router")
