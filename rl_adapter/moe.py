@@ -110,9 +110,7 @@ def _pick(experts: Mlp, e: Array) -> Mlp:
     """One expert's weights; an A shared by all experts stays as it is."""
     take = functools.partial(jax.tree.map, lambda w: jax.lax.dynamic_index_in_dim(w, e, 0, keepdims=False))
     adapter = {name: lora.Lora(pair.a if _is_shared(pair) else take(pair.a), take(pair.b)) for name, pair in experts.adapter.items()}
-    return experts.replace(
-        gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter, bias=take(experts.bias)
-    )
+    return experts.replace(gate=take(experts.gate), up=take(experts.up), down=take(experts.down), adapter=adapter, bias=take(experts.bias))
 
 
 def _is_shared(pair: lora.Lora) -> bool:

@@ -10,12 +10,12 @@ JSON has no NaN or infinity, so these are written as the strings "NaN", "Infinit
 back into numbers: a plot has a gap where the run did.
 """
 
+import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
 import json
 import math
-import contextlib
 import os
 import pathlib
 import subprocess

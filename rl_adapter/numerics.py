@@ -91,7 +91,9 @@ def int8_dot(a: Array, b: Array, dims) -> Array:
 
 
 def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
-    """Sum over k of q [M, G, k] * codes [G, k, N]: f32 [G, M, N], rounded once where a sum of small codes fits int32, else once a place value.
+    """Sum over k of q [M, G, k] * codes [G, k, N]: f32 [G, M, N].
+
+    Rounded once where a sum of small codes fits int32, else once a place value.
 
     Args:
         q: integers of `bits` bits, as float32.

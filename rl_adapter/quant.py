@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from aqt.jax.v2.aqt_tensor import QTensor
 from flax import struct

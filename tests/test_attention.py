@@ -47,7 +47,9 @@ class Case:
         out = np.zeros((*q.shape[:4], width))
         for p, g, m, h in np.ndindex(q.shape[:4]):
             k, v = (
-                None if s is None else np.concatenate([s[p, : LENGTHS[p], h * kv // heads], o[p, g, : m + 1, h * kv // heads]]).astype(np.float64)
+                None
+                if s is None
+                else np.concatenate([s[p, : LENGTHS[p], h * kv // heads], o[p, g, : m + 1, h * kv // heads]]).astype(np.float64)
                 for s, o in zip(shared, own)
             )
             v = k[:, : self.latent] if v is None else v

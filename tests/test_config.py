@@ -75,7 +75,15 @@ def test_bad_value_names_its_field(change, field):
 
 
 def test_every_number_and_choice_has_a_check():
-    free = {"remat", "adapter.rank_stabilized", "adapter.shared_a", "data.chat", "loss.measure_kl", "quality.tasks", "quality.plot"}  # yes or no
+    free = {
+        "remat",
+        "adapter.rank_stabilized",
+        "adapter.shared_a",
+        "data.chat",
+        "loss.measure_kl",
+        "quality.tasks",
+        "quality.plot",
+    }  # yes or no
     free |= {"model", "prepared", "adapter.init", "data.train_path", "data.eval_path", "quality.text_path"}  # paths
     free |= {"data.kinds", "data.prompt", "rollout.stop", "reward.mark", "quality.against", "quality.also", "quality.variants"}  # by hand
     config = config_lib.default()

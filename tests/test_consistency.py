@@ -13,6 +13,7 @@ from test_model import QUICK
 from test_train import SPEC, make_config, write_base
 
 from rl_adapter import consistency, rollout
+from rl_adapter.types import Mla
 
 P, G, C, T, L, K = 2, 2, 4, 3, 1, 2
 
@@ -100,6 +101,11 @@ def test_compare_sees_one_bit_and_takes_what_both_hold():
     assert consistency.compare(a, wider, LENGTHS, PROMPTS, sampled=False)["choices_equal"] == 1
 
 
+def test_compare_of_a_model_without_experts():
+    a = dataclasses.replace(seen(), prompt_choices=np.zeros((0, P, T, 0), int), choices=np.zeros((0, P, G, C, 0), int))
+    assert consistency.compare(a, a, LENGTHS, PROMPTS, sampled=True)["choices_equal"] == 1
+
+
 @pytest.mark.parametrize(
     "devices,changes,prompts,shapes",
     [
@@ -109,6 +115,7 @@ def test_compare_sees_one_bit_and_takes_what_both_hold():
         (8, {}, 8, ["111", "211", "811", "222"]),
         (8, {}, 4, ["111", "211", "222"]),
         (8, {"experts": 7}, 16, ["111", "211", "811"]),
+        (8, {"kv_heads": 1, "mla": Mla(0, 8, 4, 4, 4)}, 8, ["111", "211", "811", "222"]),  # of latent attention, heads are split
     ],
 )
 def test_meshes_are_those_that_divide(devices, changes, prompts, shapes):

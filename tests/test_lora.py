@@ -99,7 +99,15 @@ def test_refusals(base):
 
 def test_scale():
     plain, stabilized = (adapter_spec(4, 3, 2, 1, 9, rank_stabilized=stable) for stable in (False, True))
-    table = {"q": (2, 4), "o": (2, 4), "down": (2, 6 / 3**0.5), "router": (2, 4 / 2**0.5), "head": (2, 2), "mlp_up": (1 / 3, 1), "kv_a": (2, 4)}
+    table = {
+        "q": (2, 4),
+        "o": (2, 4),
+        "down": (2, 6 / 3**0.5),
+        "router": (2, 4 / 2**0.5),
+        "head": (2, 2),
+        "mlp_up": (1 / 3, 1),
+        "kv_a": (2, 4),
+    }
     for name, (a, b) in table.items():
         assert plain.scale(name) == pytest.approx(a) and stabilized.scale(name) == pytest.approx(b)
 

@@ -232,8 +232,8 @@ def test_route(norm_topk_prob):
         np.testing.assert_array_equal(a, b[3:10])
 
 
-def routing_layer(router, score_bias=None, bias={}):
-    return Layer(attn_norm=None, o=None, mlp_norm=None, router=router, score_bias=score_bias, bias=bias)
+def routing_layer(router, score_bias=None, bias=None):
+    return Layer(attn_norm=None, o=None, mlp_norm=None, router=router, score_bias=score_bias, bias=bias or {})
 
 
 def naive_route(z, score_bias, spec):

@@ -263,7 +263,9 @@ def test_contract_does_not_overflow(monkeypatch, n_bits, small_integer_dots, cod
     q = np.broadcast_to(values[:, None, None], (len(values), 1, k)).astype(f32)
     for code in (-top_code, top_code // 2):
         found = jax.jit(numerics.contract, static_argnums=(1, 3))(q, n_bits, np.full((1, k, 1), code, f32), code_bits)
-        np.testing.assert_allclose(found[0, :, 0], (values * code * float(k)).astype(f32), rtol=0 if code_bits <= 5 and k <= 8192 else 2.0**-22)
+        np.testing.assert_allclose(
+            found[0, :, 0], (values * code * float(k)).astype(f32), rtol=0 if code_bits <= 5 and k <= 8192 else 2.0**-22
+        )
 
 
 def test_contract_refuses_what_could_overflow():

@@ -10,9 +10,9 @@ import pytest
 import reference
 from test_model import QUICK
 
-from rl_adapter import numerics, quant
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
+from rl_adapter import numerics, quant
 from rl_adapter.hub import save
 from rl_adapter.types import Numerics
 
@@ -184,7 +184,8 @@ def made(form, k, n, groups, seed=4, kind="", lead=()):
 
 WEIGHTS = {
     "int4": (40, 17), "int4_g32": (192, 33), "int8": (41, 5), "fixed16": (48, 19), "trainable": (40, 3),  # as `quantize` makes them
-    "int4, 12 groups": ("int4", 96, 5, 12), "int4, 13 groups": ("int4", 26 * 13, 5, 13), "int4, 16 groups, in order": ("int4", 64, 9, 16, "order"),
+    "int4, 12 groups": ("int4", 96, 5, 12), "int4, 13 groups": ("int4", 26 * 13, 5, 13),
+    "int4, 16 groups, in order": ("int4", 64, 9, 16, "order"),
     "uint4": ("uint4", 96, 17, 3), "uint4, a channel": ("uint4", 40, 5, 1), "uint4, 11 groups, in order": ("uint4", 88, 5, 11, "order"),
     "fp4, e8m0": ("fp4", 96, 7, 3, "e8m0"), "fp4, fp8 and global": ("fp4", 16 * 9, 7, 9, "times"), "fp4, a channel": ("fp4", 40, 5, 1),
     "int8, groups": ("int8", 90, 7, 10), "int8, in order": ("int8", 41, 5, 1, "order"),

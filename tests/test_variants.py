@@ -275,7 +275,9 @@ def test_sampled_and_trained_bits_are_the_same(name):
     sampling = rollout.Sampling(2, 4, (3,), 0)
 
     def program(base, adapter, prompts, lengths):
-        return rollout.generate(model, sampling, base, lora.prepare(adapter, A16), prompts, lengths, np.arange(2, dtype=np.int32), np.int32(1))
+        return rollout.generate(
+            model, sampling, base, lora.prepare(adapter, A16), prompts, lengths, np.arange(2, dtype=np.int32), np.int32(1)
+        )
 
     found = jax.device_get(jax.jit(program, compiler_options=QUICK)(base, f.adapter, r.prompts, r.prompt_lengths))
     scored, choices, _ = f.score(A16)(found)

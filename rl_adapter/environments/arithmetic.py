@@ -13,7 +13,6 @@ derived from the prompt alone, so a test can hold them against the gold answer.
 import dataclasses
 import functools
 import hashlib
-import random
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

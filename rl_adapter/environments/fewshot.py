@@ -7,7 +7,7 @@ from a fixed pool; splits are made by question, as in arithmetic.py.
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rl_adapter.environments import arithmetic
 from rl_adapter.types import Problem
@@ -46,6 +46,4 @@ def _pool(name: str) -> tuple[tuple[Problem, int], ...]:
     shots = "".join(f"{kind.ask(n)} {kind.answer(n)}\n" for n in kind.examples)
     drawn = dict.fromkeys(kind.numbers(rng) for _ in range(4 * POOL))
     questions = [n for n in drawn if n not in kind.examples][:POOL]
-    return tuple(
-        (arithmetic.problem(shots + kind.ask(n), str(kind.answer(n)), name), arithmetic.percent(kind.ask(n))) for n in questions
-    )
+    return tuple((arithmetic.problem(shots + kind.ask(n), str(kind.answer(n)), name), arithmetic.percent(kind.ask(n))) for n in questions)
