@@ -81,7 +81,9 @@ def default() -> ConfigDict:
     r.top_k = 0  # tokens kept >= 1; 0 = off
     r.top_p = 1.0  # probability mass kept, in (0, 1]; 1.0 = off
 
-    r.stop = ()  # texts, each one token of the model, that end a completion beside the model's own stop tokens
+    # Texts, each one token of the model, that end a completion beside the model's own stop tokens; () = none. On the command line
+    # --config.rollout.stop="'12'" is a text that reads as a number, and =() none: an empty text is refused, since it is no token.
+    r.stop = ()
 
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
@@ -181,7 +183,12 @@ def validate(config: ConfigDict) -> None:
     if config.data.prompt.count("{prompt}") != 1:
         raise ValueError(f"data.prompt: found {config.data.prompt!r}, need a text that holds {{prompt}} once")
     if not all(isinstance(text, str) and text for text in config.rollout.stop):
-        raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need texts that are not empty")
+        need = """texts that are not empty: () for none; on the command line, "'12'" for a text that reads as a number"""
+        raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need {need}")
+    for field in ("data.prompt", "data.kinds", "rollout.stop", "reward.mark"):
+        for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
+            if half := half_character(text):
+                raise ValueError(f"{field}: found {half!a}, half a character or a byte that is not UTF-8, in {text!a}, need whole ones")
     parts = config.optimizer.minibatches * config.optimizer.accumulate
     if config.rollout.prompts % parts:
         need = f"a multiple of optimizer.minibatches * optimizer.accumulate = {parts}"
@@ -197,7 +204,8 @@ def validate(config: ConfigDict) -> None:
     for field, kind in {"data.train_path": "JSON-lines", "data.eval_path": "JSON-lines", "quality.text_path": "text"}.items():
         if fields[field] and not os.path.isfile(fields[field]):
             raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a {kind} file or ''")
-    if lacks := [name for name in ADAPTER_FILES if config.adapter.init and not (pathlib.Path(config.adapter.init) / name).is_file()]:
+    # os.path, as pathlib's is_file raises where a name is too long.
+    if lacks := [name for name in ADAPTER_FILES if config.adapter.init and not os.path.isfile(os.path.join(config.adapter.init, name))]:
         raise ValueError(f"adapter.init: found no {lacks[0]} in {config.adapter.init!r}, need a PEFT directory or ''")
     variants = config.quality.variants
     known = [v for v in variants if isinstance(v, str) and _is_variant(v)]
@@ -209,8 +217,9 @@ def validate(config: ConfigDict) -> None:
         ("quality.against", config.quality.against or str(SHIPPED_BASE), ", or '' for the model itself"),
         *(("quality.also", path, "") for path in config.quality.also),
     ):
-        if not (isinstance(path, str) and ((pathlib.Path(path) / "config.json").is_file() or _is_gguf(path))):
-            raise ValueError(f"{field}: found {path!r}, need a directory that holds config.json, or a .gguf file{otherwise}")
+        if not (isinstance(path, str) and _is_model(path)):
+            need = f"a directory that holds config.json and is not named .gguf, or a file named .gguf, in lower case{otherwise}"
+            raise ValueError(f"{field}: found {path!r}, need {need}")
 
 
 def _is_variant(text: str) -> bool:
@@ -218,8 +227,19 @@ def _is_variant(text: str) -> bool:
     return name in VARIANTS and (not colon or form in FORMATS)
 
 
-def _is_gguf(path: str) -> bool:
-    return path.endswith(".gguf") and os.path.isfile(path)
+def _is_model(path: str) -> bool:
+    # By what `hub.load.open_checkpoint` tells the two apart.
+    gguf = pathlib.Path(path).suffix == ".gguf"
+    return os.path.isfile(path if gguf else os.path.join(path, "config.json"))
+
+
+def half_character(text: str) -> str:
+    """The first lone surrogate of a text, which no tokenizer takes and no UTF-8 file holds; '' if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
 
 
 def model_path(config: ConfigDict) -> pathlib.Path:

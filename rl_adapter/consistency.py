@@ -80,8 +80,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shapes: Sequence[tuple[i
     Args:
         shapes: (data, expert, model) of the meshes held against the config's own; default: `mesh_shapes`.
     """
-    session = sessions.open_session(config)
-    data = sessions.open_data(config, session, "train")
+    session = sessions.open_session(config, "train")
+    data = session.data["train"]
     count = config.rollout.prompts // (config.optimizer.minibatches * config.optimizer.accumulate)  # as the trainer's forward takes them
     if len(data.problems) < count:
         raise ValueError(f"rollout.prompts: found {count} at a time, need at most the {len(data.problems)} training problems")

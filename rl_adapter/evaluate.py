@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rl_adapter import checkpoint, lora, monitor, prompts, reward, rollout, update
@@ -74,11 +75,11 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     """`--mode=eval`: the base against the run's last adapter (or that of `adapter.init`), by kind, as a table and `eval.json`."""
     directory = pathlib.Path(workdir)
     check_run(config, directory)
-    session = sessions.open_session(config)
-    data = sessions.open_data(config, session, "eval")
+    session = sessions.open_session(config, "eval")
+    data = session.data["eval"]
     step, adapter = last_adapter(config, directory, session, override_identity)
     names = list(by_kind(data.problems, np.zeros(min(config.eval.examples, len(data.problems)))))
-    table = Table("model", "accuracy", "95 % interval", *names, title=f"greedy, step {step}")
+    table = Table("model", "accuracy", "95 % interval", *map(escape, names), title=f"greedy, step {step}")
     result = {"step": step}
     for name, weights in (("base", None), ("adapter", adapter)):
         rewards, _ = greedy(config, session, data, weights)

@@ -28,7 +28,7 @@ from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
 from rl_adapter.hub.codecs import Codec, Quantization, Source, compressed_tensors, floats, fp8, mxfp4
-from rl_adapter.hub.files import DTYPES, INDEX, SINGLE, Entry
+from rl_adapter.hub.files import DTYPES, Entry, weight_files
 from rl_adapter.types import Base, Numerics, PyTree, Spec
 
 GB = 10**9
@@ -118,7 +118,11 @@ def abstract_base(
         elif name == "embed" and not kept:
             put(name, jax.ShapeDtypeStruct(shape, DTYPES[held.entries[source.name].dtype] if source.name in held else jnp.bfloat16))
         elif not kept:
-            put(name, _floats_as(forms(name), *shape[::-1]))
+            try:
+                put(name, _floats_as(forms(name), *shape[::-1]))
+            except ValueError as error:  # the form does not divide the features
+                field = name if name in ("head", "router") else "linear"
+                raise ValueError(f"quantize.{field}: found {forms(name)!r}, need a form that fits {source.name} ({error})") from None
         elif not (name == "embed" and spec.tie_embeddings):  # else the head's columns are read
             put(name, codec.read(source, shape, held, quantization))
 
@@ -208,9 +212,18 @@ def on_device(tree: PyTree, shardings: PyTree) -> int:
 
 
 def abstract_mesh(config: ConfigDict, devices: int) -> AbstractMesh:
-    """The run's mesh, of devices that need not be there; data 0 takes all of `devices` (0: those present) that the other two leave."""
+    """The run's mesh, of devices that need not be there; data 0 takes all of `devices` (0: those present) that the other two leave.
+
+    Raises:
+        ValueError: a run on so many devices would refuse the mesh. Without a number nothing is known of them but the mesh.
+    """
     m = config.mesh
-    data = m.data or max(1, (devices or jax.device_count()) // (m.expert * m.model))
+    if not 0 <= devices <= 1024:
+        raise ValueError(f"--devices: found {devices}, need 0 (those that are present) to 1024")
+    data = m.data or (devices or jax.device_count()) // (m.expert * m.model)
+    if devices and not 0 < data * m.expert * m.model <= devices:
+        raise ValueError(f"mesh: data x expert x model = {data} x {m.expert} x {m.model} needs more than --devices={devices}")
+    data = max(1, data)
     return AbstractMesh((data, m.expert, m.model), ("data", "expert", "model"), axis_types=(AxisType.Auto,) * 3)
 
 
@@ -280,9 +293,11 @@ def _multiplying(base: Base, mesh: AbstractMesh) -> int:
 def plan(config: ConfigDict, devices: int = 0) -> tuple[Need, AbstractMesh]:
     """What a run of `config` takes of each device. Of the model, `config.json` must be there; its weights need not be."""
     configs.validate(config)
+    mesh = abstract_mesh(config, devices)
     path = configs.model_path(config)
     context = config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if path.is_dir() and not any((path / name).is_file() for name in (SINGLE, INDEX)):
+    weights = weight_files(path) if path.is_dir() else [path]
+    if not weights or not all(map(os.path.isfile, weights)):
         described, settings = families.read_family(path)
         base = abstract_base(described, codecs.read_quantization(settings), config.quantize, settings, None, context)
     else:
@@ -291,7 +306,6 @@ def plan(config: ConfigDict, devices: int = 0) -> tuple[Need, AbstractMesh]:
         base = abstract_base(described, opened.quantization, config.quantize, {}, opened.tensors, context)
     if context > described.spec.max_positions:
         raise ValueError(f"context: found {context} tokens, need at most the model's {described.spec.max_positions} positions")
-    mesh = abstract_mesh(config, devices)
     return need(described.spec, base, config, mesh), mesh
 
 

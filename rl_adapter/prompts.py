@@ -11,6 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from rl_adapter import config as configs
 from rl_adapter.environments import arithmetic, generated
 from rl_adapter.types import Problem
 
@@ -87,6 +88,8 @@ def _parse(line: str, where: str) -> Problem:
     for key in ("prompt", "answer", "kind"):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ValueError(f"{where}: {key}: found {_short(record[key])}, need a string that is not blank")
+        if half := configs.half_character(record[key]):
+            raise ValueError(f"{where}: {key}: found {half!a}, half a character, in {_short(record[key])}, need whole ones")
     return arithmetic.problem(record["prompt"], record["answer"], record["kind"])
 
 

@@ -120,6 +120,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     tokenizer = check(checkpoints)
     rows = read_rows(config, tokenizer, min(c.spec.max_positions for c in checkpoints.values()))
     reference, *variants = plan(config, checkpoints)
+    check_forms(config, checkpoints, (reference, *variants))
     by_source: dict[Source, list[Variant]] = {}
     for variant in (reference, *variants):
         by_source.setdefault(variant.source, []).append(variant)
@@ -174,7 +175,8 @@ def check(checkpoints: Mapping[str, load.Checkpoint]) -> Tokenizer:
 
 def plan(config: ConfigDict, checkpoints: Mapping[str, load.Checkpoint]) -> list[Variant]:
     """The reference, then each base in each variant. `checkpoints`: the reference's, then the bases'."""
-    names = [pathlib.Path(path).stem for path in checkpoints]
+    paths = [pathlib.Path(os.path.abspath(path)) for path in checkpoints]  # "." has no name
+    names = [path.stem if path.is_file() else path.name for path in paths]
     name_of = dict(zip(checkpoints, names if len(set(names)) == len(names) else checkpoints))
     floats = {path: stored_as_floats(checkpoint) for path, checkpoint in checkpoints.items()}
 
@@ -198,6 +200,22 @@ def plan(config: ConfigDict, checkpoints: Mapping[str, load.Checkpoint]) -> list
     return found
 
 
+def forms_of(config: ConfigDict, source: Source) -> dict[str, str]:
+    """`quantize` as a base is loaded with it; what nothing takes is as the config has it."""
+    return {name: getattr(source, name) or config.quantize[name] for name in ("linear", "head", "router")}
+
+
+def check_forms(config: ConfigDict, checkpoints: Mapping[str, load.Checkpoint], variants: Sequence[Variant]) -> None:
+    """Raises where some base cannot be loaded in its forms: it would be found only once all before it are measured."""
+    for source, variant in {variant.source: variant for variant in reversed(variants)}.items():
+        checkpoint = checkpoints[source.path]
+        fields, problems = load.plan(checkpoint)
+        if problems := problems + load.check(checkpoint, fields, load.forms_of(forms_of(config, source))):
+            more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
+            found = "\n  ".join(problem[:1000] for problem in problems[:10] + more)
+            raise ValueError(f"quality.variants: found {variant.label!r}, need what {source.path} can be loaded as:\n  {found}")
+
+
 def stored_as_floats(checkpoint: load.Checkpoint) -> set[str]:
     """Which of the forms of `quantize` ("linear", "head", "router") some matrix of the checkpoint takes."""
     fields, _ = load.plan(checkpoint)
@@ -210,11 +228,12 @@ def read_rows(config: ConfigDict, tokenizer: Tokenizer, max_positions: int) -> R
     quality = config.quality
     documents, starts = _text(config, tokenizer) if quality.text_path else _problems(config, tokenizer)
     longest = max(map(len, documents))
-    if longest > min(quality.tokens, max_positions):
-        need = f"at least {longest} for the longest problem with its answer"
-        if longest > max_positions:
-            need = f"rows within the {max_positions} positions of the model, found one of {longest}"
-        raise ValueError(f"quality.tokens: found {quality.tokens}, need {need}")
+    if longest > max_positions and quality.text_path:
+        raise ValueError(f"quality.tokens: found {quality.tokens}, need at most {max_positions}, the positions of the model")
+    if longest > max_positions:
+        raise ValueError(f"data: found a problem of {longest} tokens with its answer, need at most {max_positions}, the model's positions")
+    if longest > quality.tokens:
+        raise ValueError(f"quality.tokens: found {quality.tokens}, need at least {longest} for the longest problem with its answer")
     tokens, lengths = prompts.batch(documents, np.arange(len(documents)), longest, tokenizer.pad_id)
     n = min(quality.positions, int((lengths - starts).max()))
     slots, used = np.zeros((len(tokens), n), np.int32), np.zeros((len(tokens), n), bool)
@@ -266,11 +285,15 @@ def measure(
     config: ConfigDict, source: Source, variants: Sequence[Variant], rows: Rows
 ) -> Iterator[tuple[Variant, dict, Iterator[Seen], np.ndarray | None]]:
     """Loads a base; of each variant what it is, what it makes of the rows, and its rewards on tasks. Done with, the base is freed."""
-    forms = {f"quantize.{name}": getattr(source, name) or config.quantize[name] for name in ("linear", "head", "router")}
-    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    context = max(config.context or needed, rows.tokens.shape[1])
-    session = sessions.open_session(configs.override(config, {"model": source.path, "context": context, "adapter.init": "", **forms}))
-    data = sessions.open_data(config, session, "eval") if config.quality.tasks else None
+    changes = {f"quantize.{name}": form for name, form in forms_of(config, source).items()}
+    longest = rows.tokens.shape[1]
+    if config.quality.tasks:
+        changes |= {"context": max(config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)}
+    else:  # nothing is sampled, so no prompt with its completion need fit
+        changes |= {"context": longest, "data.max_prompt_tokens": 1, "rollout.max_new_tokens": 1}
+    opened = configs.override(config, {"model": source.path, "adapter.init": "", **changes})
+    session = sessions.open_session(opened, *(["eval"] if config.quality.tasks else []))
+    data = session.data.get("eval")
     about = {"path": source.path, "forms": dict(sorted(session.report["bytes"].items())), "base_digest": session.digest}
     for variant in variants:
         model = dataclasses.replace(session.model, numeric=variant.numeric)

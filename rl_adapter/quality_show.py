@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 Column = Mapping[str, Any]
@@ -18,10 +19,10 @@ def table(result: Mapping[str, Any]) -> Table:
     text = result["text"]
     found = f"{text['tokens']} tokens in {text['rows']} rows of {pathlib.Path(text['path']).name or 'held-out problems'}"
     note = f"logits and layers at {text['compared']} of them; layer error: RMS over the size of the residual stream; intervals of 95 %"
-    out = Table(title=f"against {reference['label']}: {found}", box=box.SIMPLE, caption=note)
+    out = Table(title=escape(f"against {reference['label']}: {found}"), box=box.SIMPLE, caption=note)
     out.add_column("")
     for column in (reference, *variants):
-        out.add_column(column["label"].replace(", ", "\n"), justify="right")
+        out.add_column(escape(column["label"].replace(", ", "\n")), justify="right")
     for name, show in _ROWS:
         cells = [show(column) for column in (reference, *variants)]
         if any(cells):

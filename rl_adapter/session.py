@@ -27,11 +27,15 @@ class Session:
     digest: str  # of the base
     tokenizer: tokenizers.Tokenizer
     report: dict  # of the loader: what was taken as it lies on disk, what was quantized
-    initial: lora.Adapter | None = None  # that of `adapter.init`, on the host
+    initial: lora.Adapter | None  # that of `adapter.init`, on the host
+    data: dict[str, "Data"]  # by split
 
 
-def open_session(config: ConfigDict) -> Session:
-    """Check the config against the model and the devices, then load the base onto the mesh. Nothing compiles before all checks."""
+def open_session(config: ConfigDict, *splits: str) -> Session:
+    """Check the config against the model, the devices and the data of `splits`; then load the base onto the mesh.
+
+    Nothing compiles, and no weight is read, before all checks.
+    """
     configs.validate(config)
     mesh = meshes.make(config.mesh.data, config.mesh.expert, config.mesh.model)
     checkpoint = load.open_checkpoint(configs.model_path(config))
@@ -46,13 +50,14 @@ def open_session(config: ConfigDict) -> Session:
     tokenizer = checkpoint.tokenizer()
     stop_ids(config, tokenizer)
     adapter = lora.adapter_spec(config.adapter)
+    jax.eval_shape(lambda: lora.init(adapter, load.outline(checkpoint.described), jax.random.key(0)))  # refuses ranks that do not fit
+    data = {split: open_data(config, tokenizer, split) for split in splits}
     initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
     with monitor.loading(f"loading {checkpoint.path.name}") as progress:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
-    jax.eval_shape(lambda: lora.init(adapter, loaded.base, jax.random.key(0)))  # refuses ranks that do not fit
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)
-    session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial)
+    session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial, data)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
             f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"
@@ -69,13 +74,13 @@ class Data:
     length: int  # the padded length that serves every prompt: one compilation
 
 
-def open_data(config: ConfigDict, session: Session, split: str) -> Data:
+def open_data(config: ConfigDict, tokenizer: tokenizers.Tokenizer, split: str) -> Data:
     problems = prompts.load(config.data, split)
     text = lambda prompt: config.data.prompt.replace("{prompt}", prompt)
     if config.data.chat:
-        tokens_of = lambda prompt: chat.start(session.tokenizer, [{"role": "user", "content": text(prompt)}]).ids
+        tokens_of = lambda prompt: chat.start(tokenizer, [{"role": "user", "content": text(prompt)}]).ids
     else:
-        tokens_of = lambda prompt: session.tokenizer.encode(text(prompt))
+        tokens_of = lambda prompt: tokenizer.encode(text(prompt))
     encoded = prompts.encode(tokens_of, problems, config.data.max_prompt_tokens)
     return Data(problems, encoded, rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens))
 

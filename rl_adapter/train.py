@@ -29,8 +29,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     if monitor.finished(workdir, config) and not override_identity:
         print(f"{workdir} holds a finished run of this config; its summary:\n{json.dumps(monitor.summary(workdir), indent=1)}")
         return monitor.summary(workdir)
-    session = sessions.open_session(config)
-    train_data, eval_data = (sessions.open_data(config, session, split) for split in ("train", "eval"))
+    session = sessions.open_session(config, "train", "eval")
+    train_data, eval_data = session.data["train"], session.data["eval"]
     if len(train_data.problems) < config.rollout.prompts:
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train_data.problems)} training problems")
     batches = prompts.make_iterator(len(train_data.problems), config.rollout.prompts, config.data.seed)

@@ -65,9 +65,9 @@ def logprobs(name):
 def test_forms_of_one_model_rank_as_they_must(golden, tmp_path, quick, monkeypatch):
     opened, open_session = [], sessions.open_session
 
-    def one_at_a_time(config):
+    def one_at_a_time(config, *splits):
         assert not any(base() for base in opened), "a base is still held while the next one is loaded"
-        session = open_session(config)
+        session = open_session(config, *splits)
         opened.append(weakref.ref(session.base))
         return session
 
@@ -136,7 +136,7 @@ def test_bases_that_load_alike_are_loaded_once(golden):
 
 
 def test_refused_before_anything_is_loaded(golden, tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions, "open_session", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(sessions, "open_session", lambda *_: pytest.fail("loaded"))
 
     def refused(message, model="mistral-bf16", **changes):
         changes = {f"quality.{k}": v for k, v in changes.items()}

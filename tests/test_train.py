@@ -77,7 +77,7 @@ def whole(base, tmp_path_factory):
     opened, before = [], digest_of_files(base)
     with pytest.MonkeyPatch.context() as patch:
         open_session = sessions.open_session
-        patch.setattr(sessions, "open_session", lambda config: opened.append(open_session(config)) or opened[-1])
+        patch.setattr(sessions, "open_session", lambda *args: opened.append(open_session(*args)) or opened[-1])
         directory = tmp_path_factory.mktemp("whole")
         summary = train.run(make_config(base), directory)
     (session,) = opened

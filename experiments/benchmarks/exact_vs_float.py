@@ -33,8 +33,8 @@ def programs(numerics: str, act_bits: int) -> dict:
     """Name -> function that runs one rollout, scoring pass or update to its end."""
     c = configs.load_module("experiments/quickstart.py").get_config().unlock()
     c.numerics, c.act_bits, c.rollout.prompts, c.mesh.data = numerics, act_bits, _PROMPTS.value, 1
-    session = sessions.open_session(c)
-    data = sessions.open_data(c, session, "train")
+    session = sessions.open_session(c, "train")
+    data = session.data["train"]
     model, base = session.model, session.base
     adapter = jax.tree.map(lambda x: x + 0.01 * jax.random.normal(jax.random.key(x.size), x.shape), sessions.init_adapter(c, session))
     prepared = evaluate.prepare(model, adapter)

@@ -129,12 +129,16 @@ def describe(config: Mapping[str, Any], where: str = "config.json") -> Descripti
 
 
 def read_family(directory: str | os.PathLike) -> tuple[Description, dict[str, Any]]:
-    """What `config.json` in `directory` describes, and the whole config (of its text model, where that is only a part)."""
+    """What `config.json` in `directory` describes, and the whole config.
+
+    Where the text model is only a part, that is its config, with both places of `quantization_config` for `codecs.read_quantization`.
+    """
     path = pathlib.Path(directory) / "config.json"
     config = read_json(path)
     described = describe(config, str(path))
     if described.prefix:
-        config = {"quantization_config": config.get("quantization_config")} | config["text_config"]
+        text, top = config["text_config"], config.get("quantization_config")
+        config = text | {"text_config": text} | ({} if top is None else {"quantization_config": top})
     return described, config
 
 

@@ -67,15 +67,35 @@ class Tensors:
             raise ValueError(f"{entry.path}: cannot read {name}: {_reason(error)}") from None
 
 
-def open_tensors(directory: str | os.PathLike) -> Tensors:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
+def weight_files(directory: str | os.PathLike) -> list[pathlib.Path]:
+    """The files that hold a checkpoint's tensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names, which
+    need not be there; none where there is neither.
+
+    Raises:
+        ValueError: there are both, and the index names other files: which of them are the model cannot be told.
+    """
     directory = pathlib.Path(directory)
-    if (directory / SINGLE).is_file():
-        return Tensors(_open_file(directory / SINGLE))
+    single = [directory / SINGLE] if (directory / SINGLE).is_file() else []
     if not (directory / INDEX).is_file():
+        return single
+    shards = [directory / shard for shard in sorted(set(_weight_map(directory / INDEX).values()))]
+    if single and shards != single:
+        raise ValueError(
+            f"{directory}: found both {SINGLE} and {INDEX}, which names {shards[0].name}; need one of the two: delete the other"
+        )
+    return shards
+
+
+def open_tensors(directory: str | os.PathLike) -> Tensors:
+    """The tensors of a checkpoint's `weight_files`."""
+    directory = pathlib.Path(directory)
+    files = weight_files(directory)
+    if not files:
         raise ValueError(f"{directory}: need {SINGLE} or {INDEX}, found neither")
+    shards = {path.name: _open_file(path) for path in files}
+    if not (directory / INDEX).is_file():
+        return Tensors(shards[SINGLE])
     where = _weight_map(directory / INDEX)
-    shards = {shard: _open_file(directory / shard) for shard in sorted(set(where.values()))}
     problems = [f"{n}: not in {shard}, where the index places it" for n, shard in where.items() if n not in shards[shard]]
     strays = [(n, shard) for shard in shards for n in shards[shard] if where.get(n) != shard]
     problems += [f"{n}: in {shard}, but the index does not place it there" for n, shard in strays]

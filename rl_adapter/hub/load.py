@@ -104,6 +104,21 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return Checkpoint(path, described, open_tensors(path), codecs.read_quantization(config))
 
 
+def outline(described: families.Description) -> Base:
+    """The shapes [..., in, out] of a base's matrices, for what needs to know no more of them."""
+    spec, layers = described.spec, []
+    for _, count, sparse in spec.stacks:
+        leads = {name: (count, spec.experts) if families.per_expert(name) else (count,) for name in OF_LAYER}
+        shapes = families.fields(described, sparse)
+        layers.append(Layer(**{n: _shape(*leads[n], *shape[::-1]) for n, shape in shapes.items() if n in OF_LAYER}))
+    top = families.top(spec)
+    return Base(_shape(*top["embed"]), tuple(layers), _shape(*top["final_norm"]), _shape(*top["head"][::-1]))
+
+
+def _shape(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
 def load(
     model: Checkpoint | str | os.PathLike, quantize: Mapping[str, str], mesh: Mesh, progress: Callable[[int, int], None] | None = None
 ) -> Loaded:
@@ -237,7 +252,8 @@ def _ahead(read: Callable, items: Iterator[tuple]) -> Iterator[tuple[tuple, Futu
             waiting.append((item, pool.submit(read, *item)))
             if len(waiting) > THREADS:
                 yield waiting.popleft()
-        yield from waiting
+        while waiting:  # let go one by one
+            yield waiting.popleft()
 
 
 def _read(checkpoint: Checkpoint, field: Field, piece: Piece, forms) -> tuple[list[tuple[str, PyTree, bool]], dict]:

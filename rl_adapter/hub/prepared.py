@@ -3,9 +3,10 @@
     <digest>/arrays      the leaves by name, split as they were on the mesh; any mesh can read them
     <digest>/copy.json   how the leaves make a base, and the SHA-256 of each file of `arrays`
     <fingerprint>.json   of a source and options: the digest of what they load as
+    .<digest>.<random>   a copy in the making; one that a killed process left may be deleted
 
-A source is told by a cheap fingerprint: names, sizes, times and samples of its files, all of its config, the options, and the code
-that reads it. Whatever of it changes, the copy is not used. A copy is believed only if each of its files is what was written: one
+A source is told by a cheap fingerprint: names, sizes, times and samples of the files that are loaded, all of its config, the options,
+and the code that reads it. Whatever of it changes, the copy is not used. A copy is believed only if each of its files is what was written: one
 more pass over bytes that must be read anyway. The digest of the arrays themselves would have to gather them on the host.
 """
 
@@ -15,7 +16,10 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +30,7 @@ from jax.sharding import Mesh
 from rl_adapter import mesh as meshes
 from rl_adapter import quant
 from rl_adapter.files import write_atomically
-from rl_adapter.hub.files import read_json
+from rl_adapter.hub.files import read_json, weight_files
 from rl_adapter.hub.load import Checkpoint, Loaded, assemble, load, open_checkpoint
 from rl_adapter.types import Base, PyTree
 
@@ -42,10 +46,15 @@ def load_prepared(
     mesh: Mesh,
     progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
-    """`load.load` from the copy in `directory` where there is one; else from the source, of which a copy is then kept."""
+    """`load.load` from the copy in `directory` where there is one; else from the source, of which a copy is then kept.
+
+    Raises:
+        ValueError: what `restore` and `load.load` raise; or, before anything is read, a copy is needed that cannot be kept.
+    """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     loaded = restore(directory, checkpoint, quantize, mesh)
     if loaded is None:
+        _check_writable(pathlib.Path(directory))
         key = fingerprint(checkpoint.path, quantize)  # before it is read, should it change meanwhile
         loaded = load(checkpoint, quantize, mesh, progress)
         save(directory, key, loaded, checkpoint.path)
@@ -63,13 +72,18 @@ def save(directory: str | os.PathLike, key: str, loaded: Loaded, source: str | o
     """
     directory = pathlib.Path(directory).absolute()
     copy = directory / loaded.digest
-    if not (copy / COPY).is_file():  # it is written last: what a killed process left has none
-        shutil.rmtree(copy, ignore_errors=True)
-        directory.mkdir(parents=True, exist_ok=True)
-        with _checkpointer() as checkpointer:
-            checkpointer.save(copy / ARRAYS, ocp.args.PyTreeSave(_named(loaded.base)))
-        description = {"runs": len(loaded.base.layers), "fields": list(_describe(loaded.base)), "files": _hashes(copy / ARRAYS)}
-        write_atomically(copy / COPY, json.dumps(description))
+    if not (copy / COPY).is_file():
+        made = directory / f".{loaded.digest}.{uuid.uuid4().hex}"  # another process may be making the same copy
+        made.mkdir(parents=True)
+        try:
+            with _checkpointer() as checkpointer:
+                checkpointer.save(made / ARRAYS, ocp.args.PyTreeSave(_named(loaded.base)))
+            description = {"runs": len(loaded.base.layers), "fields": list(_describe(loaded.base)), "files": _hashes(made / ARRAYS)}
+            write_atomically(made / COPY, json.dumps(description))
+            _put(made, copy)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    # Of the copy that lies there: the other process's where that was first.
     record = {"digest": loaded.digest, "copy": _sha256(copy / COPY), "report": loaded.report, "source": str(source)}
     write_atomically(directory / f"{key}.json", json.dumps(record, indent=1))
 
@@ -78,15 +92,17 @@ def restore(directory: str | os.PathLike, model: Checkpoint | str | os.PathLike,
     """What a model loads as, from its copy, straight to the devices; None if there is no copy of this source with these options.
 
     Raises:
-        ValueError: the copy is damaged. Loading the source instead would hide that a disk fails.
+        ValueError: the copy, or what is recorded of it, is damaged. Loading the source instead would hide that a disk fails.
     """
     directory = pathlib.Path(directory).absolute()
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     index = directory / f"{fingerprint(checkpoint.path, quantize)}.json"
-    if not index.exists():
+    if not os.path.isfile(index):  # pathlib's raises where a name is too long
         return None
-    record = read_json(index)
-    copy = directory / str(record.get("digest"))
+    record = _read_record(index)
+    copy = directory / record["digest"]
+    if not copy.is_dir():  # somebody deleted it
+        return None
     try:
         if _sha256(copy / COPY) != record["copy"]:
             raise ValueError(f"{COPY} is not what was written")
@@ -111,7 +127,7 @@ def restore(directory: str | os.PathLike, model: Checkpoint | str | os.PathLike,
 def fingerprint(path: str | os.PathLike, quantize: Mapping[str, str]) -> str:
     """Of a source that is not read: with 64 samples a file, since other weights may have the same names, sizes and times."""
     path = pathlib.Path(path)
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json"))
+    files = [path] if path.is_file() else [path / "config.json", *weight_files(path)]
     h = hashlib.sha256(json.dumps(dict(quantize), sort_keys=True).encode())
     for file in files:
         stat = file.stat()
@@ -127,6 +143,48 @@ def fingerprint(path: str | os.PathLike, quantize: Mapping[str, str]) -> str:
     for module in (*sorted(_HUB.rglob("*.py")), pathlib.Path(quant.__file__)):
         h.update(module.read_bytes())
     return h.hexdigest()
+
+
+def _check_writable(directory: pathlib.Path) -> None:
+    """Makes the directory of copies where it is missing; an error found after the load would cost all of it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=directory).cleanup()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prepared: found {str(directory)!r}, need a directory that can be written ({error})") from None
+
+
+def _put(made: pathlib.Path, copy: pathlib.Path) -> None:
+    """Gives a finished copy its name, unless one of that name was finished first."""
+    try:
+        made.rename(copy)
+    except OSError:
+        if (copy / COPY).is_file():
+            return
+        shutil.rmtree(copy)  # what is left of a damaged one
+        made.rename(copy)
+
+
+def _read_record(path: pathlib.Path) -> dict[str, Any]:
+    counts = lambda x: isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values())
+    sha256 = lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{64}", x) is not None
+    need = {
+        "digest": sha256,
+        "copy": sha256,
+        "report": lambda x: (
+            isinstance(x, dict)
+            and counts(x.get("bytes"))
+            and counts({name: x.get(name) for name in ("kept", "quantized")})
+            and isinstance(x.get("loss"), dict)
+        ),
+    }
+    try:
+        record = read_json(path)
+        if wrong := [name for name, holds in need.items() if not holds(record.get(name))]:
+            raise ValueError(f"{path}: {wrong[0]}: found {str(record.get(wrong[0]))[:80]!r}, need what `save` writes")
+    except ValueError as error:
+        raise ValueError(f"{error}; this record of a prepared copy is damaged: delete it") from None
+    return record
 
 
 def _checkpointer() -> ocp.Checkpointer:

@@ -23,7 +23,16 @@ class Tokenizer:
     template: str | None = dataclasses.field(default=None, repr=False)  # jinja source that renders chats
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; `special`: with those that the tokenizer's own post-processor adds. A rendered chat has them already."""
+        """Token ids; `special`: with those that the tokenizer's own post-processor adds. A rendered chat has them already.
+
+        Raises:
+            ValueError: the text holds half a character (a lone surrogate), which is no Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"half a character, {text[error.start]!a}, at index {error.start} of {text[:60]!a}"
+            raise ValueError(f"text to encode: found {found}, need whole ones") from None
         return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: list[int]) -> str:
