@@ -26,12 +26,12 @@ def model_file() -> str:
 def get_config() -> ConfigDict:
     c = config_lib.default().unlock()
     c.model = model_file()
-    c.steps = 30
+    c.steps = 25
     c.remat = False
-    c.data.kinds = ("two_digit_sum", "largest", "smallest")
-    c.data.train_size = 1500
+    c.data.kinds = ("two_digit_sum",)
+    c.data.train_size = 750
     c.data.eval_size = 300
-    c.data.max_prompt_tokens = 48
+    c.data.max_prompt_tokens = 32
     c.reward.mark = ""
     c.rollout.stop = ("\n",)
     c.rollout.prompts = 12
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     c.loss.clip_high = 0.28
     c.adapter.rank = 8
     c.adapter.alpha = 16.0
-    c.optimizer.learning_rate = 1.5e-4  # at 5e-4 entropy is gone after 6 steps, and learning with it
+    c.optimizer.learning_rate = 1.5e-4  # at 5e-4 the mix with `largest` and `smallest` lost its entropy in 6 steps
     c.optimizer.warmup_steps = 3
     c.optimizer.accumulate = 3
     c.eval.examples = 300

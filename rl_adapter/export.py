@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
-import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 from ml_collections import ConfigDict
@@ -33,48 +35,77 @@ def run(
         The directory: complete, since it gets its name last.
 
     Raises:
-        ValueError: nothing to export, something at `out` already, or a layout that the model does not have.
+        ValueError: nothing to export, something at `out` already, no way to make it, or a layout that the model does not have: all
+            before any weight is read; or an adapter that changes nothing.
     """
+    configs.validate(config)
     workdir, out = pathlib.Path(workdir), pathlib.Path(out or pathlib.Path(workdir) / f"export-{layout}")
     evaluate.check_run(config, workdir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out: found something in {out} already, need a directory that is empty or absent: nothing is overwritten")
     checkpoint = load.open_checkpoint(configs.model_path(config))
     if layout in peft.LAYOUTS:
         list(peft.pairs(checkpoint.described, layout))  # refuses a layout that the model does not have
-    session = sessions.open_session(config)
-    step, adapter = evaluate.last_adapter(config, workdir, session, override_identity)
-    adapter = jax.device_get(adapter)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        if layout in peft.LAYOUTS:
-            rows = peft.save(partial, checkpoint.described, adapter, session.model.adapter, layout, config.model or str(checkpoint.path))
-            table = Table("group", "pairs", "rank", "scale", "parameters", title=f"adapter of step {step}, layout {layout}")
-            report = [dict(zip(("group", "pairs", "rank", "scale", "parameters"), row)) for row in rows]
-        else:
-            costs = merge.save(partial, checkpoint, adapter, session.model.adapter, layout == REQUANTIZED)
-            table = Table("format", "matrices", "relative error", "error / adapter", title=f"merged adapter of step {step}, {layout}")
-            rows = [(name, c["matrices"], c["relative_error"], c["error_over_adapter"]) for name, c in costs.items()]
-            report = costs
-        about = {
-            "step": step,
-            "layout": layout,
-            "base_digest": session.digest,
-            "trained_parameters": lora.count(adapter),
-            "written": report,
-        }
-        (partial / REPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rmdir()  # empty: checked above, and refused by the system if it no longer is
-        os.rename(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    else:
+        merge.check(checkpoint, lora.adapter_spec(config.adapter), layout == REQUANTIZED)
+    with _directory(out) as partial:
+        table, rows = _write(partial, config, workdir, layout, checkpoint, override_identity)
     for row in rows:
         table.add_row(*(f"{x:.3g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row))
     Console().print(table)
-    if layout in (MERGED, REQUANTIZED) and (lost := max(row[-1] for row in rows)) > MUCH:
+    if layout in (MERGED, REQUANTIZED) and (lost := max((row[-1] for row in rows), default=0)) > MUCH:
         print(f"rounding changed some weights by {lost:.0%} of what the adapter does: evaluate the merged model before using it")
     print(f"written to {out}")
     return out
+
+
+@contextmanager
+def _directory(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory beside `out`, of nobody else's, that takes its name at the end; whatever goes wrong, nothing is left of it.
+
+    Raises:
+        ValueError: `out` cannot be made, or holds something.
+    """
+    if out.name in ("", ".."):
+        raise ValueError(f"--out: found {str(out)!r}, need a name for a directory of its own")
+    out = out.absolute()
+    try:
+        if out.is_symlink() or out.is_mount():
+            raise ValueError(
+                f"--out: found a link or a mount at {out}, which an export cannot take the place of, need an empty or absent path"
+            )
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out: found something in {out} already, need a directory that is empty or absent: nothing is overwritten")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=".export-", dir=out.parent)
+    except OSError as error:
+        raise ValueError(f"--out: found {out}, need where a directory can be made: {error}") from None
+    with scratch:
+        partial = pathlib.Path(scratch.name) / "whole"  # one further down, as that of tempfile is for its owner only
+        partial.mkdir()
+        yield partial
+        os.rename(partial, out)  # over an empty directory at most: the system refuses others
+
+
+def _write(
+    partial: pathlib.Path, config: ConfigDict, workdir: pathlib.Path, layout: str, checkpoint: load.Checkpoint, override_identity: bool
+) -> tuple[Table, list[tuple]]:
+    """All files of the export; a table of what was written, and its rows."""
+    session = sessions.open_session(config)
+    step, adapter = evaluate.last_adapter(config, workdir, session, override_identity)
+    adapter = jax.device_get(adapter)
+    if layout in peft.LAYOUTS:
+        rows = peft.save(partial, checkpoint.described, adapter, session.model.adapter, layout, config.model or str(checkpoint.path))
+        table = Table("group", "pairs", "rank", "scale", "parameters", title=f"adapter of step {step}, layout {layout}")
+        report = [dict(zip(("group", "pairs", "rank", "scale", "parameters"), row)) for row in rows]
+    else:
+        report = merge.save(partial, checkpoint, adapter, session.model.adapter, layout == REQUANTIZED)
+        table = Table("format", "matrices", "relative error", "error / adapter", title=f"merged adapter of step {step}, {layout}")
+        rows = [(name, c["matrices"], c["relative_error"], c["error_over_adapter"]) for name, c in report.items()]
+    about = {
+        "step": step,
+        "layout": layout,
+        "base_digest": session.digest,
+        "trained_parameters": lora.count(adapter),
+        "written": report,
+    }
+    (partial / REPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return table, rows

@@ -53,7 +53,7 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
     jax.eval_shape(lambda: lora.init(adapter, load.outline(checkpoint.described), jax.random.key(0)))  # refuses ranks that do not fit
     data = {split: open_data(config, tokenizer, split) for split in splits}
     initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
-    with monitor.loading(f"loading {checkpoint.path.name}") as progress:
+    with monitor.loading(f"loading {rich.markup.escape(checkpoint.path.name)}") as progress:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+import launch
 from rl_adapter import config as config_lib
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
@@ -48,6 +49,16 @@ BAD = [
     ({"data.prompt": "no place"}, "data.prompt"),
     ({"data.prompt": "{prompt} {prompt}"}, "data.prompt"),
     ({"rollout.stop": ("",)}, "rollout.stop"),
+    ({"rollout.stop": (12,)}, "rollout.stop"),
+    ({"rollout.stop": ("a", "\ud800")}, "rollout.stop"),
+    ({"data.prompt": "\udcff{prompt}"}, "data.prompt"),
+    ({"data.kinds": ("\udfff",)}, "data.kinds"),
+    ({"reward.mark": "\ud83d:"}, "reward.mark"),
+    ({"model": "x" * 5000}, "model"),
+    ({"model": "x" * 5000 + ".gguf"}, "model"),
+    ({"quality.also": ("\0",)}, "quality.also"),
+    ({"adapter.init": "x" * 5000}, "adapter.init"),
+    ({"data.eval_path": "x" * 5000}, "data.eval_path"),
     ({"quality.tokens": 1}, "quality.tokens"),
     ({"quality.rows": 0}, "quality.rows"),
     ({"quality.variants": ()}, "quality.variants"),
@@ -72,6 +83,33 @@ def test_default_is_valid_and_locked():
 def test_bad_value_names_its_field(change, field):
     with pytest.raises(ValueError, match=rf"^{field}: .*need"):
         config_lib.validate(config_lib.override(config_lib.default(), change))
+
+
+def test_a_model_is_told_as_the_loader_tells_it(tmp_path):
+    """By its ending: what it takes for a GGUF file must be a file."""
+    for name in ("x.gguf", "X.GGUF", "X.GGUF.d", "dir"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "file.gguf").write_text("")
+    (tmp_path / "FILE.GGUF").write_text("")
+    for name, good in (("x.gguf", False), ("X.GGUF", True), ("dir", True), ("file.gguf", True), ("FILE.GGUF", False)):
+        for field in ("model", "quality.against"):
+            config = config_lib.override(config_lib.default(), {field: str(tmp_path / name)})
+            if good:
+                config_lib.validate(config)
+                continue
+            with pytest.raises(ValueError, match=rf"^{field}: .*need a directory .* not named .gguf, or a file named .gguf, in lower case"):
+                config_lib.validate(config)
+
+
+@pytest.mark.parametrize("given, found", [("12", r"\(12,\)"), ("12,13", r"\(12, 13\)"), ("", r"\('',\)")])
+def test_stop_texts_on_the_command_line(given, found):
+    read = lambda text: launch.parse(["launch.py", f"--config.rollout.stop={text}"])[0].config
+    for text, stop in (("()", ()), ("'12'", ("12",)), ("('a', 'b')", ("a", "b")), ("a", ("a",))):
+        config_lib.validate(read(text))
+        assert read(text).rollout.stop == stop
+    with pytest.raises(ValueError, match=rf"^rollout.stop: found {found}, need texts .*\(\) for none; .*\"'12'\""):
+        config_lib.validate(read(given))
 
 
 def test_every_number_and_choice_has_a_check():

@@ -1,9 +1,12 @@
 """Exports of a run, and runs that start from one; merged checkpoints."""
 
+import dataclasses
 import json
+import math
 import pathlib
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -13,7 +16,8 @@ from test_train import make_config, write_base
 from rl_adapter import checkpoint, evaluate, export, lora, quant
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
-from rl_adapter.hub import load, merge, peft, requantize
+from rl_adapter.hub import codecs, load, merge, peft, requantize
+from rl_adapter.hub.files import SINGLE, write_tensors
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -62,6 +66,65 @@ def test_an_export_overwrites_nothing_and_leaves_nothing_by_halves(run, tmp_path
     with pytest.raises(ZeroDivisionError):
         export.run(config, directory, "fused", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "out,message",
+    [
+        ("file/out", "need where a directory can be made"),
+        ("file", "found something"),
+        ("link", "found a link"),
+        ("dangling", "found a link"),
+        ("x" * 300, "need where a directory can be made"),
+        ("/proc/x", "need where a directory can be made"),
+        ("/proc", "found a link or a mount"),
+        (".", "need a name for a directory"),
+        ("empty/..", "need a name for a directory"),
+        ("/", "need a name for a directory"),
+    ],
+)
+def test_an_out_that_cannot_be_made_is_refused_before_weights_are_read(out, message, run, tmp_path, monkeypatch):
+    config, directory, _ = run
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    monkeypatch.setattr(sessions, "open_session", lambda *_: pytest.fail("weights would be read"))
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ValueError, match="--out: .*" + message):
+        export.run(config, directory, "fused", out if out == "." else tmp_path / out)
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "empty", "link", "dangling"}
+
+
+def test_an_export_takes_no_directory_but_its_own(run, tmp_path, monkeypatch):
+    """Whatever lies beside it stays, however it is named; out may be an empty directory, and is one that others may read."""
+    config, directory, _ = run
+    for name in ("out.partial", "out.tmp", ".out", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("x")
+    (tmp_path / "out").mkdir()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(peft, "write_tensors", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export.run(config, directory, "fused", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    monkeypatch.chdir(tmp_path)
+    out = export.run(config, directory, "fused", "out")
+    assert out.stat().st_mode == (tmp_path / "whole").stat().st_mode
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent != tmp_path / "out") == before
+
+
+def test_a_run_that_learned_nothing_is_not_exported(run, tmp_path):
+    """A new adapter: its B is zero."""
+    config, _, _ = run
+    session = sessions.open_session(config)
+    with checkpoint.Checkpoints(tmp_path / "run/checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
+        saved.save(1, evaluate.new_state(config, sessions.init_adapter(config, session)), {}, force=True)
+    for layout in ("per-expert", export.MERGED, export.REQUANTIZED):
+        with pytest.raises(ValueError, match="adapter changes nothing: every B is zero"):
+            export.run(config, tmp_path / "run", layout, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_adapter_is_a_part_of_a_run_s_identity(run, tmp_path):
@@ -164,6 +227,94 @@ def test_requantizing_reports_its_error_and_keeps_what_is_not_adapted(name, tmp_
     assert report[low]["error_over_adapter"] > report[low]["relative_error"] > 1e-3
 
 
+def tie_quantized(name: str, codec, form: str, directory: pathlib.Path) -> pathlib.Path:
+    """A golden model whose head is its embedding, which is quantized."""
+    opened = load.open_checkpoint(GOLDEN / name)
+    spec, random = opened.spec, np.random.default_rng(0)
+    tensors = {key: opened.tensors.read(key) for key in opened.tensors.entries if not key.startswith(("lm_head", "model.embed_tokens"))}
+    group = math.gcd(128, spec.d_model)
+    codes = random.integers(-7, 8, (spec.d_model // group, group, spec.vocab)).astype(np.int8)
+    scale = np.full((len(codes), spec.vocab), 0.05, np.float32)
+    weight = quant.pack(codes, scale) if form == "int4" else quant.weight(form, codes.astype(ml_dtypes.float8_e4m3fn), scale)
+    tensors |= codec.write(weight, "model.embed_tokens.weight", opened.quantization)
+    directory.mkdir()
+    write_tensors(directory / SINGLE, tensors)
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return directory
+
+
+@pytest.mark.parametrize("in_format", [True, False])
+@pytest.mark.parametrize(
+    "name,codec,form", [("qwen3-int4_g128-qat", codecs.compressed_tensors.INT4, "int4"), ("qwen3_moe-fp8", codecs.fp8.BLOCKS, "fp8")]
+)
+def test_a_head_that_was_tied_to_a_quantized_embedding_gets_tensors_of_its_own(name, codec, form, in_format, tmp_path):
+    base = tie_quantized(name, codec, form, tmp_path / "base")
+    opened, spec = load.open_checkpoint(base), spec_of(attention=0, mlp=0, experts=0, router=0)
+    adapter = random_adapter(opened.described, spec, size=0.1)
+    report = merge.save(tmp_path / "out", opened, adapter, spec, in_format)
+    merged = load.open_checkpoint(tmp_path / "out")
+    assert not merged.spec.tie_embeddings
+    before, after = matrices(base), matrices(tmp_path / "out")
+    head, embed = (None, "head", ()), (None, "embed", ())
+    wanted = before[embed] + delta_of(adapter, spec, head)
+    np.testing.assert_allclose(after[head], wanted, atol=np.abs(wanted).max() * (0.1 if in_format else 2**-8))
+    if in_format:
+        assert report.keys() == {form}
+        for key in opened.tensors.entries:
+            assert merged.tensors.read(key).tobytes() == opened.tensors.read(key).tobytes(), key
+        of = lambda tensors, module: {key.removeprefix(module): e.dtype for key, e in tensors.entries.items() if key.startswith(module)}
+        new, old = of(merged.tensors, "lm_head."), of(opened.tensors, "model.embed_tokens.")
+        assert new == old
+        settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+        assert "lm_head" not in settings.get("ignore", ())
+    else:
+        np.testing.assert_allclose(after[embed], before[embed], rtol=2**-8)
+
+
+def test_no_tensor_is_written_twice(tmp_path):
+    writer = merge._Writer(tmp_path, 8)
+    for name in ("a", "b"):
+        writer.add(name, np.zeros(2, np.float32))
+    for name in ("a", "b"):  # of a file that is written, and of the one that is not yet
+        with pytest.raises(ValueError, match=f"{name}: two tensors"):
+            writer.add(name, np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "kimi_k25-int4_g32", "qwen3_moe-fp8"])
+def test_experts_that_learned_nothing_keep_their_bytes(name, tmp_path):
+    """No token went to them. Of a fused tensor the others are quantized again."""
+    opened, spec = load.open_checkpoint(GOLDEN / name), spec_of(attention=0, mlp=0, router=0, head=0)
+    adapter = random_adapter(opened.described, spec, size=0.1)
+    for stack in adapter.layers:
+        for pair in stack.values():
+            pair.b[:, 1:] = 0
+    report = merge.save(tmp_path / "out", opened, adapter, spec, in_format=True)
+    (costs,) = report.values()
+    assert costs["matrices"] == 3 * opened.spec.sparse_layers and costs["error_over_adapter"] < 100
+    before, after = matrices(GOLDEN / name), matrices(tmp_path / "out")
+    for where, value in before.items():
+        learned = where[1] in lora.GROUPS["experts"] and where[2][1] == 0
+        assert (after[where].tobytes() == value.tobytes()) != learned, where
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3-fp8", "glm4_moe-awq", "kimi_k25-int4_g32", "llama-nvfp4", "mixtral-fp8-channel", "qwen3-mxfp4"]
+)
+def test_headers_tell_what_can_be_quantized_again(name):
+    opened = load.open_checkpoint(GOLDEN / name)
+    fields, _ = load.plan(opened)
+    for codec, field, piece in {p.codec: (p.codec, f, p) for f in fields for p in f.pieces if merge._is_quantized(p)}.values():
+        where = piece.source, field.shape, opened.tensors, opened.quantization
+        told = requantize.refuses(codec, codec.expected(*where), piece.source.name)
+        old = codec.read(*where)
+        if told is None:
+            requantize.like(old, np.asarray(quant.dequantize(old)), piece.source.name, opened.quantization)
+        else:
+            with pytest.raises(ValueError, match="without zero points"):
+                requantize.like(old, np.asarray(quant.dequantize(old)), piece.source.name, opened.quantization)
+
+
 def test_a_qat_base_is_a_fixed_point_of_requantizing():
     opened = load.open_checkpoint(GOLDEN / "qwen3-int4_g128-qat")
     fields, _ = load.plan(opened)
@@ -177,17 +328,33 @@ def test_a_qat_base_is_a_fixed_point_of_requantizing():
 @pytest.mark.parametrize(
     "name,in_format,message",
     [
-        ("qwen3_moe-gptq", True, "found uint4, need int4, int8, fp8 or mxfp4"),
-        ("glm4_moe-awq", True, "found uint4"),
+        ("qwen3_moe-gptq", True, "found gptq, need int4, int8, fp8 or mxfp4"),
+        ("glm4_moe-awq", True, "found awq"),
         ("llama-nvfp4", True, "found nvfp4"),
         ("mixtral-bf16", True, "found 'merged-requantized' for a base that is not quantized, need 'merged'"),
-        ("llama-gguf-q8_0/model.gguf", False, "need a directory in Hugging Face layout"),
     ],
 )
-def test_what_cannot_be_merged_says_so(name, in_format, message, tmp_path):
-    opened = load.open_checkpoint(GOLDEN / name)
+def test_what_cannot_be_merged_says_so_before_weights_are_read(name, in_format, message, run, tmp_path, monkeypatch):
+    opened, (config, directory, _) = load.open_checkpoint(GOLDEN / name), run
+    monkeypatch.setattr(sessions, "open_session", lambda *_: pytest.fail("weights would be read"))
+    with pytest.raises(ValueError, match=message):
+        layout = export.REQUANTIZED if in_format else export.MERGED
+        export.run(config_lib.override(config, {"model": str(GOLDEN / name)}), directory, layout, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=message):
         merge.save(tmp_path / "out", opened, random_adapter(opened.described, SPEC), SPEC, in_format)
+
+
+@pytest.mark.parametrize("in_format", [True, False])
+def test_a_gguf_file_is_not_merged_into(in_format, run, tmp_path, monkeypatch):
+    """Whose headers are read, but not its weights."""
+    config, directory, _ = run
+    opened = dataclasses.replace(load.open_checkpoint(config.model), path=tmp_path / "model.gguf", quantization=None)
+    monkeypatch.setattr(load, "open_checkpoint", lambda *_: opened)
+    monkeypatch.setattr(sessions, "open_session", lambda *_: pytest.fail("weights would be read"))
+    with pytest.raises(ValueError, match="model: found .*gguf, need a directory in Hugging Face layout"):
+        export.run(config, directory, export.REQUANTIZED if in_format else export.MERGED, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_merged_run_is_a_base_of_its_own(run, tmp_path):

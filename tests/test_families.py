@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from rl_adapter.hub import families, rope
+from rl_adapter.hub import codecs, families, rope
 from rl_adapter.types import Mla
 
 QWEN3_MOE = {
@@ -370,3 +370,24 @@ def test_ignored():
     assert not families.ignored(kimi, "language_model.model.layers.61.x") and not families.ignored(kimi, "model.layers.0.x")
     assert families.ignored(llama, "lm_head.weight") and families.ignored(llama, "model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not families.ignored(llama, "model.layers.16.x")
+
+
+@pytest.mark.parametrize("top, inner, found", [
+    ("absent", "fp8", "fp8"), (None, "fp8", "fp8"), ("fp8", "absent", "fp8"), ("fp8", None, "fp8"), ("fp8", "fp8", "fp8"),
+    (None, None, None), ("absent", "absent", None),
+])  # fmt: skip
+def test_quantization_of_a_text_model_may_be_in_either_place(top, inner, found, tmp_path):
+    """null is nothing, in whichever of the two."""
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    put = lambda config, value: config if value == "absent" else config | {"quantization_config": value and settings}
+    text = put({k: v for k, v in KIMI.items() if k != "quantization_config"}, inner)
+    (tmp_path / "config.json").write_text(json.dumps(put(KIMI_K25 | {"text_config": text}, top)))
+    read = codecs.read_quantization(families.read_family(tmp_path)[1])
+    assert (read and read.method) == found
+
+
+def test_two_quantizations_of_a_text_model_are_refused(tmp_path):
+    config = KIMI_K25 | {"text_config": KIMI, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantization_config: found another one in text_config"):
+        codecs.read_quantization(families.read_family(tmp_path)[1])

@@ -57,7 +57,10 @@ def save(path, kind="Q4_0", architecture="llama", tensors=None, drop=(), **keys)
     writer.add_token_types([3, 3, 4] + [1] * (VOCAB - 3))
     writer.add_token_merges(["a b", "ab c", "Ġ a"])
     writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    if (eos := keys.pop("eos", 1)) is not None:
+        writer.add_eos_token_id(eos)
+    if (pad := keys.pop("pad", None)) is not None:
+        writer.add_pad_token_id(pad)
     writer.add_add_bos_token(keys.pop("add_bos", True))
     for key, value in keys.items():
         writer.add_float32("llama." + key.replace("__", "."), value)
@@ -165,6 +168,9 @@ def test_tokenizer(tmp_path):
         ("tokenizer.ggml.pre: found 'dbrx'", {"pre": "dbrx"}),
         ("tokenizer.ggml.tokens", {"tokens": [*TOKENS[:-1], "x"]}),
         ("tokenizer.ggml.tokens", {"tokens": [*TOKENS, "z"]}),
+        (r"m.gguf:\n  tokenizer.ggml.eos_token_id: found nothing, need the id", {"eos": None}),
+        (rf"m.gguf:\n  tokenizer.ggml.eos_token_id: found {VOCAB}, need the id", {"eos": VOCAB}),
+        (rf"m.gguf:\n  tokenizer.ggml.padding_token_id: found {2**32 - 1}, need the id", {"pad": 2**32 - 1}),
     ],
 )
 def test_what_is_not_implemented(message, change, tmp_path):

@@ -183,3 +183,18 @@ def test_packed_weights_need_a_quantization_config(saved, tmp_path):
     change_config(copy, quantization_config="absent")
     with pytest.raises(ValueError, match="'compressed-tensors', but quantization_config names None"):
         read(copy)
+
+
+def test_one_file_beside_an_index_of_others_is_refused(saved, tmp_path):
+    """Which of the two is the model cannot be told: whichever were taken, the other might be meant."""
+    directory = shutil.copytree(saved, tmp_path / "both")
+    names = list(load_file(directory / "model.safetensors"))
+    for shard, good in (("model.safetensors", True), ("model-00001-of-00001.safetensors", False), ("gone.safetensors", False)):
+        index = {"weight_map": dict.fromkeys(names, shard)}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copy(saved / "model.safetensors", directory / "model-00001-of-00001.safetensors")
+        if good:
+            assert open_tensors(directory).entries.keys() == open_tensors(saved).entries.keys()
+            continue
+        with pytest.raises(ValueError, match=f"both: found both model.safetensors and .*index.json, which names {shard}"):
+            open_tensors(directory)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -206,6 +207,63 @@ def test_settings_that_do_not_fit_are_refused(change, message, tmp_path):
     rewrite(directory, lambda config: config.update(change))
     with pytest.raises(ValueError, match=message):
         peft_read.read(directory, model, SPEC)
+
+
+@pytest.mark.parametrize(
+    "pattern,hit",
+    [
+        ("q_proj", True),
+        ("q_proj$", True),
+        ("self_attn.q_proj", True),
+        (r".*\.q_proj", True),
+        (r"^.*\.self_attn\.q_proj$", True),
+        (".*.proj", True),
+        (r".*\.proj", False),
+        ("proj", False),
+        ("^q_proj$", False),
+        ("^self_attn.q_proj", False),
+        ("model.layers.0.self_attn.q_proj", "layer 0"),
+        (r"^model\.layers\.0\.self_attn\.q_proj$", "layer 0"),
+        ("^layers.0.self_attn.q_proj", False),
+        (".layers.0.self_attn.q_proj", None),
+        ("^^q_proj", None),
+    ],
+)
+def test_a_pattern_means_what_it_means_to_peft(pattern, hit, tmp_path):
+    """By `get_pattern_key` of peft; None: refused."""
+    layers, names = ("model.layers.0", "model.layers.1"), ("q_proj", "k_proj")
+    paths = [f"{layer}.self_attn.{name}" for layer in layers for name in names] + ["q_proj", "lm_head"]
+    config = {"r": 4, "lora_alpha": 8, "rank_pattern": {pattern: 3}}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
+    if hit is None:
+        with pytest.raises(ValueError, match="rank_pattern: found .*, need the ends of names"):
+            peft_read._read_config(tmp_path / peft.CONFIG)
+        return
+    found = peft_read._read_config(tmp_path / peft.CONFIG)
+    fits = {path: found.ranks[0][0].fits(path) for path in paths}
+    assert fits == {path: bool(re.match(rf"(.*\.)?({pattern})$", path)) for path in paths}
+    assert fits["model.layers.0.self_attn.q_proj"] == bool(hit) and fits["model.layers.1.self_attn.q_proj"] == (hit is True)
+
+
+def test_the_first_pattern_that_fits_is_taken(tmp_path):
+    directory, model = adapter_of(tmp_path)
+    group = {"alpha_pattern": {r"^q_proj$": 5, "self_attn.q_proj$": 6, "self_attn.q_proj": 7}}
+    rewrite(directory, lambda config: config.update(alpha_pattern=group["alpha_pattern"] | config["alpha_pattern"]))
+    assert dict(peft_read.read(directory, model)[1].alphas)["attention"] == 6
+
+
+@pytest.mark.parametrize("zero", ["a", "b"])
+@pytest.mark.parametrize("layout", peft.LAYOUTS)
+def test_an_adapter_that_learned_nothing_is_not_written(layout, zero, tmp_path):
+    model = described("mixtral-bf16")
+    adapter = random_adapter(model, SPEC)
+    zeroed = lambda pair: pair.replace(**{zero: np.zeros_like(getattr(pair, zero))})
+    adapter = jax.tree.map(zeroed, adapter, is_leaf=lambda x: isinstance(x, Lora))
+    with pytest.raises(
+        ValueError, match="the adapter changes nothing: " + {"a": "of every pair, A or B is zero", "b": "every B is zero"}[zero]
+    ):
+        peft.save(tmp_path / "out", model, adapter, SPEC, layout, "base")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layout", peft.LAYOUTS)

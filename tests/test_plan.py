@@ -4,6 +4,7 @@ import functools
 import io
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,46 @@ def test_hostile_ignore_rules_are_refused(rule):
     config["quantization_config"]["ignore"] = [rule]
     with pytest.raises(ValueError, match=r"quantization_config\.ignore: found"):
         plan.abstract_base(described, codecs.read_quantization(config), QUANTIZE, config)
+
+
+def shipped(**changes):
+    return configs.override(configs.default(), {name.replace("__", "."): value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize("devices, sizes", [(8, (4, 4, 1)), (8, (0, 16, 1)), (8, (0, 3, 3)), (1, (2, 1, 1)), (1024, (1025, 1, 1))])
+def test_devices_that_are_not_there_are_refused(devices, sizes):
+    config = shipped(**dict(zip(("mesh__data", "mesh__expert", "mesh__model"), sizes)))
+    with pytest.raises(ValueError, match=rf"^mesh: data x expert x model = .* needs more than --devices={devices}$"):
+        plan.plan(config, devices)
+
+
+@pytest.mark.parametrize("devices", [-1, -8, 1025])
+def test_no_such_number_of_devices(devices):
+    with pytest.raises(ValueError, match=rf"^--devices: found {devices}, need 0 .* to 1024"):
+        plan.plan(shipped(), devices)
+
+
+def test_data_takes_what_the_other_two_leave():
+    for sizes, need in (((0, 2, 1), (4, 2, 1)), ((0, 3, 1), (2, 3, 1)), ((1, 2, 2), (1, 2, 2)), ((8, 1, 1), (8, 1, 1))):
+        config = shipped(**dict(zip(("mesh__data", "mesh__expert", "mesh__model"), sizes)))
+        assert tuple(plan.abstract_mesh(config, 8).shape.values()) == need
+
+
+def test_an_index_whose_shards_are_not_there_yet(tmp_path):
+    """A download that has begun: the config is what tells, as without the index."""
+    directory = shutil.copytree(GOLDEN / "qwen3_moe-bf16-shards", tmp_path / "model")
+    config = shipped(model=str(directory), mesh__data=1, data__max_prompt_tokens=8, rollout__max_new_tokens=8)
+    whole, _ = plan.plan(config)
+    for shard in sorted(directory.glob("*.safetensors")):
+        shard.unlink()
+        assert plan.plan(config)[0] == whole
+
+
+@pytest.mark.parametrize("field", ["linear", "head", "router"])
+def test_a_form_that_does_not_divide_is_named(field):
+    described, settings = families.read_family(GOLDEN / "qwen3_moe-bf16-shards")
+    with pytest.raises(ValueError, match=rf"^quantize\.{field}: found 'int4_g128', need a form that fits .*weight"):
+        plan.abstract_base(described, None, QUANTIZE | {field: "int4_g128"}, settings)
 
 
 @functools.cache

@@ -118,9 +118,13 @@ def test_damage_is_an_error_that_names_the_copy(copied):
                 prepared.restore(directory, source, FORMS, mesh)
             path.write_bytes(whole)
     assert prepared.restore(directory, source, FORMS, mesh).digest == loaded.digest
-    for text in ("", "{}", '{"digest": "../x"}', "[]"):
+    record = json.loads(index.read_text())
+    wrong = {"digest": ["../x", 3, None, loaded.digest.upper()], "copy": [None, "", ["x"]], "report": [None, [], {}, {"bytes": {"a": "b"}}]}
+    changed = [json.dumps(record | {name: value}) for name, values in wrong.items() for value in values]
+    lacking = [json.dumps({k: v for k, v in record.items() if k != name}) for name in wrong]
+    for text in ("", "{}", "[]", "3", '"\\ud800"', *changed, *lacking):
         index.write_text(text)
-        with pytest.raises(ValueError, match="json|damaged"):
+        with pytest.raises(ValueError, match=f"^{index}: .*record of a prepared copy is damaged: delete it"):
             prepared.restore(directory, source, FORMS, mesh)
 
 
@@ -132,6 +136,55 @@ def test_a_copy_that_was_not_finished_is_made_again(copied):
     assert prepared.restore(directory, source, FORMS, meshes.make(1)) is None
     prepared.load_prepared(directory, source, FORMS, meshes.make(1))
     assert prepared.restore(directory, source, FORMS, meshes.make(1)).digest == loaded.digest
+
+
+def test_a_copy_that_is_gone_is_made_again(copied):
+    directory, source, loaded = copied
+    shutil.rmtree(directory / loaded.digest)
+    assert prepared.restore(directory, source, FORMS, meshes.make(1)) is None
+    prepared.load_prepared(directory, source, FORMS, meshes.make(1))
+    assert prepared.restore(directory, source, FORMS, meshes.make(1)).digest == loaded.digest
+
+
+def test_files_that_are_not_loaded_do_not_matter(copied):
+    directory, source, _ = copied
+    before = prepared.fingerprint(source, FORMS)
+    (source / "notes.json").mkdir()
+    (source / "gone.json").symlink_to(source / "nowhere")
+    (source / "trainer_state.json").write_text("{}")
+    (source / "consolidated.safetensors").write_text("x")
+    assert prepared.fingerprint(source, FORMS) == before
+    shards = GOLDEN / "qwen3_moe-bf16-shards"
+    for change in sorted(shards.glob("*.safetensors")):
+        other = shutil.copytree(shards, source.parent / f"of-{change.name}", dirs_exist_ok=True)
+        before = prepared.fingerprint(other, FORMS)
+        os.utime(other / change.name, ns=(1, 1))
+        assert prepared.fingerprint(other, FORMS) != before, "every shard counts"
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "/proc/none", "x" * 5000, "half\ud800"])
+def test_a_directory_that_cannot_be_written_is_refused_before_the_load(where, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "load", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="^prepared: found .*need a directory that can be written"):
+        prepared.load_prepared(tmp_path / where, source, FORMS, meshes.make(1))
+
+
+def test_two_processes_may_make_the_same_copy(source, tmp_path, monkeypatch):
+    """The other one finishes while this one is writing: its copy stays, and both records are of it."""
+    directory, loaded = tmp_path / "copies", load.load(source, FORMS, meshes.make(1))
+    hashes = prepared._hashes
+
+    def overtaken(arrays):
+        monkeypatch.setattr(prepared, "_hashes", hashes)
+        prepared.save(directory, "of-the-other", loaded, source)
+        return hashes(arrays)
+
+    monkeypatch.setattr(prepared, "_hashes", overtaken)
+    prepared.save(directory, prepared.fingerprint(source, FORMS), loaded, source)
+    assert [path.name for path in directory.iterdir() if path.is_dir()] == [loaded.digest], "nothing is left behind"
+    assert len({json.loads(path.read_text())["copy"] for path in directory.glob("*.json")}) == 1
+    assert_equal(prepared.restore(directory, source, FORMS, meshes.make(1)).base, loaded.base)
 
 
 def test_nothing_is_written_where_the_source_is_refused(tmp_path):

@@ -59,6 +59,9 @@ GOOD = {"prompt": "a", "answer": "1"}
         ([{"prompt": "b", "answer": "7", "kind": None}], "train.jsonl:1: kind: found None"),
         ([GOOD, {"prompt": "b", "answer": "1"}, GOOD], "train.jsonl:3: found the prompt of line 1 again"),
         ([""], "found no problems in"),
+        ([GOOD, {"prompt": "b\ud800", "answer": "1"}], r"train.jsonl:2: prompt: found '\\ud800', half a character"),
+        ([{"prompt": "b", "answer": "\udcff"}], r"train.jsonl:1: answer: found '\\udcff', half a character"),
+        ([{"prompt": "b", "answer": "1", "kind": "\ud83d!"}], r"train.jsonl:1: kind: found '\\ud83d', half a character"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, lines, message):

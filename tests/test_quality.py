@@ -1,5 +1,6 @@
 """`--mode=quality`: its numbers against logits of transformers (golden checkpoints) and NumPy, what it refuses, and the launcher's path."""
 
+import io
 import json
 import pathlib
 import shutil
@@ -8,6 +9,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+import rich.console
 import tokenizers
 from test_model import QUICK
 
@@ -147,10 +149,14 @@ def test_refused_before_anything_is_loaded(golden, tmp_path, monkeypatch):
     refused("quality: layers: found 2 in .*mistral-bf16, need 3 as in", against=str(golden / "qwen3_moe-bf16-shards"))
     write_tokenizer(moved := shutil.copytree(golden / "mistral-gptq", tmp_path / "moved"), shift=1)
     refused(r"quality: tokenizer: found 64 tokens with other ids \(such as 't", against=str(moved))
-    refused(r"quality.tokens: found 80, need rows within the 64 positions", tokens=80, text_path=str(long_text(tmp_path)))
+    refused(r"quality.tokens: found 80, need at most 64, the positions", tokens=80, text_path=str(long_text(tmp_path)))
     (tmp_path / "problems.jsonl").write_text('{"prompt": "t1 t2", "answer": "t3"}')
     monkeypatch.setattr(prompts, "load", lambda data, split: prompts.read_jsonl(tmp_path / "problems.jsonl"))
     refused("quality.tokens: found 3, need at least 4 for the longest problem", tokens=3, text_path="")  # t1 t2 Answer: t3
+    (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "t1 " * 80, "answer": "t3"}))
+    refused("data: found a problem of 8. tokens with its answer, need at most 64", tokens=256, text_path="")
+    misfit = r"quality.variants: found 'float:int4_g128', need what .*mistral-bf16 can be loaded as:\n.*groups for int4_g128"
+    refused(misfit, variants=("float", "float:int4_g128"))
     (tmp_path / "latin").write_bytes(b"t1 \xff t2")
     refused("quality.text_path: found bytes that are not UTF-8", text_path=str(tmp_path / "latin"))
     (tmp_path / "empty").write_text("t1")
@@ -162,6 +168,42 @@ def test_refused_before_anything_is_loaded(golden, tmp_path, monkeypatch):
 def long_text(directory):
     (directory / "long.txt").write_text("t1 " * 200)
     return directory / "long.txt"
+
+
+def test_without_tasks_no_completion_need_fit(golden, quick):
+    changes = {"data.max_prompt_tokens": 64, "rollout.max_new_tokens": 64, "context": 128}
+    config = settings(golden, "mistral-bf16", **changes)
+    checkpoint = load.open_checkpoint(config.model)
+    rows = quality.read_rows(config, quality.check({config.model: checkpoint}), checkpoint.spec.max_positions)
+    reference = quality.plan(config, {config.model: checkpoint})[0]
+    ((_, _, parts, rewards),) = quality.measure(config, reference.source, [reference], rows)
+    assert rewards is None and np.isfinite(next(parts).logits).all()
+    with pytest.raises(ValueError, match="context: found 128 tokens"):
+        next(quality.measure(config_lib.override(config, {"quality.tasks": True}), reference.source, [reference], rows))
+
+
+def test_labels_are_names_of_directories_and_stems_of_files(golden, tmp_path, monkeypatch):
+    one = shutil.copytree(golden / "mistral-bf16", tmp_path / "Qwen2.5-7B")
+    two = shutil.copytree(golden / "mistral-bf16", tmp_path / "[x]Qwen2.5-14B")
+    monkeypatch.chdir(one)
+    config = settings(golden, str(two), **{"quality.against": ".", "quality.also": (str(golden / "mistral-gptq") + "/",)})
+    paths = (".", str(two), *config.quality.also)
+    labels = [variant.label for variant in quality.plan(config, {path: load.open_checkpoint(path) for path in paths})]
+    assert labels == ["Qwen2.5-7B, reference", "[x]Qwen2.5-14B, float", "mistral-gptq, float"]
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]a", "[bold]", "a\\[b]"])
+def test_names_are_shown_as_they_are(name):
+    column = {"label": name, "forms": {"int8": 10}, "perplexity": 2.0}
+    result = {
+        "text": {"path": f"/texts/{name.replace('/', '')}", "rows": 1, "tokens": 3, "compared": 3},
+        "reference": column,
+        "variants": [column],
+    }
+    console = rich.console.Console(width=200, record=True, file=io.StringIO())
+    console.print(quality_show.table(result))
+    shown = console.export_text()
+    assert shown.count(name) >= 3 and shown.count(name.replace("/", "")) >= 1
 
 
 @pytest.mark.parametrize(

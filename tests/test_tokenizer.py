@@ -30,6 +30,16 @@ def test_every_stop_id_is_kept_and_may_pad(directory):
     assert made.encode("the<|im_end|>", special=False)[-1] == IM_END and made.decode([*made.encode("the"), IM_END]) == "the"
 
 
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d", "the answer" * 50 + "\udc80"])
+def test_half_a_character_is_refused(directory, text):
+    made = load_tokenizer(directory, 400)
+    for special in (True, False):
+        with pytest.raises(ValueError, match=r"^text to encode: found half a character, '\\ud[0-9a-f]{3}', at index") as error:
+            made.encode(text, special)
+        assert len(str(error.value)) < 300
+    assert made.decode(made.encode("\U0001f600")) == "\U0001f600", "both halves are one"
+
+
 def test_special_tokens_by_id_then_map_then_config(directory):
     by_id = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     assert load_tokenizer(directory, 400).special == by_id

@@ -18,8 +18,8 @@ import numpy as np
 from rl_adapter import quant
 from rl_adapter.hub import codecs, families, load, requantize
 from rl_adapter.hub.files import INDEX, SINGLE, read_json, write_tensors
-from rl_adapter.hub.peft import lora_of, new_directory
-from rl_adapter.lora import Adapter, AdapterSpec
+from rl_adapter.hub.peft import check_learned, lora_of, new_directory
+from rl_adapter.lora import GROUPS, Adapter, AdapterSpec
 
 SHARD = 4 * 2**30  # bytes of a file
 _COPIED = re.compile(
@@ -74,7 +74,37 @@ def save(
         "error_over_adapter" (the same error over the adapter's own change: at 1 as much is lost as was learned).
 
     Raises:
-        ValueError: a GGUF file; with `in_format`, a base of floats, or a format that cannot be quantized to here.
+        ValueError: what `check` refuses; an adapter that changes nothing; merged weights that are too large for their format.
+    """
+    check(checkpoint, spec, in_format)
+    check_learned(adapter)
+    directory, errors = new_directory(directory), _Errors()
+    writer, head = _Writer(directory, shard), families.module(checkpoint.described, "head")
+    untied = checkpoint.spec.tie_embeddings and adapter.head is not None and bool(adapter.head.a.any() and adapter.head.b.any())
+    from_packed = False
+    for name, parts in _tensors(checkpoint).items():
+        from_packed |= name == head + ".weight" and _is_quantized(parts[0][1])
+        made = _merge(checkpoint, name, parts, adapter, spec, in_format, errors)
+        for key, value in made.items():
+            writer.add(key, value)
+    for name in checkpoint.tensors.entries:
+        if (
+            families.ignored(checkpoint.described, name)
+            and (in_format or not _is_further_ahead(checkpoint, name))
+            and not writer.has(name)
+            and not (untied and name.startswith(head + "."))  # a copy of the embedding, which is the head no more
+        ):
+            writer.add(name, checkpoint.tensors.read(name))
+    writer.finish()
+    _copy_others(checkpoint.path, directory, untied, in_format, packed=head if untied and in_format and from_packed else "")
+    return errors.report()
+
+
+def check(checkpoint: load.Checkpoint, spec: AdapterSpec, in_format: bool) -> None:
+    """Refuses, by headers alone, what `save` cannot merge.
+
+    Raises:
+        ValueError: a GGUF file; with `in_format`, a base of floats, or adapted matrices in a format that cannot be quantized to here.
     """
     if not (checkpoint.path / "config.json").is_file():
         raise ValueError(
@@ -82,19 +112,17 @@ def save(
         )
     if in_format and checkpoint.quantization is None:
         raise ValueError("layout: found 'merged-requantized' for a base that is not quantized, need 'merged'")
-    directory, errors, writer = new_directory(directory), _Errors(), None
-    writer = _Writer(directory, shard)
-    for name, parts in _tensors(checkpoint).items():
-        made = _merge(checkpoint, name, parts, adapter, spec, in_format, errors)
-        for key, value in made.items():
-            writer.add(key, value)
-    untied = adapter.head is not None and checkpoint.spec.tie_embeddings
-    for name in checkpoint.tensors.entries:
-        if families.ignored(checkpoint.described, name) and (in_format or not _is_further_ahead(checkpoint, name)) and not writer.has(name):
-            writer.add(name, checkpoint.tensors.read(name))
-    writer.finish()
-    _copy_others(checkpoint.path, directory, untied, in_format)
-    return errors.report()
+    ranks = dict(spec.ranks)
+    adapted = {name for group, names in GROUPS.items() if ranks[group] for name in names}
+    for name, parts in _tensors(checkpoint).items() if in_format else ():
+        for field, piece in parts:
+            if field.name not in adapted or not _is_quantized(piece):
+                continue
+            if piece.source.index and piece.codec is not codecs.mxfp4.EXPERTS:
+                raise ValueError(f"{name}: found a part of a fused tensor, which cannot be quantized again; need layout 'merged'")
+            stored = piece.codec.expected(piece.source, field.shape, checkpoint.tensors, checkpoint.quantization)
+            if problem := requantize.refuses(piece.codec, stored, piece.source.name):
+                raise ValueError(problem)
 
 
 def _tensors(checkpoint: load.Checkpoint) -> dict[str, list[Part]]:
@@ -112,13 +140,26 @@ def _tensors(checkpoint: load.Checkpoint) -> dict[str, list[Part]]:
     return tensors
 
 
-def _delta(field: load.Field, piece: load.Piece, adapter: Adapter, spec: AdapterSpec) -> np.ndarray | None:
-    """scale A B as [out, in], f32; None where the adapter has none."""
+def _is_quantized(piece: load.Piece) -> bool:
+    return piece.codec not in (None, codecs.floats.FLOAT)
+
+
+def _lora(field: load.Field, piece: load.Piece, adapter: Adapter) -> tuple[np.ndarray, np.ndarray] | None:
+    """A and B; None where there are none, or they change nothing, as those of an expert that no token went to."""
     lora = lora_of(adapter, field.run, field.name)
     if lora is None:
         return None
-    a = lora.a[piece.index[: lora.a.ndim - 2]]
-    return (np.float32(spec.scale(field.name)) * (a @ lora.b[piece.index])).T
+    a, b = lora.a[piece.index[: lora.a.ndim - 2]], lora.b[piece.index]
+    return (a, b) if a.any() and b.any() else None
+
+
+def _delta(field: load.Field, piece: load.Piece, adapter: Adapter, spec: AdapterSpec) -> np.ndarray | None:
+    """scale A B as [out, in], f32; None where that is 0."""
+    lora = _lora(field, piece, adapter)
+    if lora is None:
+        return None
+    delta = (np.float32(spec.scale(field.name)) * (lora[0] @ lora[1])).T
+    return delta if delta.any() else None
 
 
 def _merge(
@@ -126,10 +167,10 @@ def _merge(
 ) -> dict[str, np.ndarray]:
     """The tensors, by their names on disk, in which a tensor ends up."""
     field, piece = parts[0]
-    adapted = lora_of(adapter, field.run, field.name) is not None
+    adapted = any(_lora(*part, adapter) is not None for part in parts)
     if field.name == "head" and checkpoint.spec.tie_embeddings and not adapted:
         return {}
-    quantized = piece.codec not in (None, codecs.floats.FLOAT)
+    quantized = _is_quantized(piece)
     if not adapted and (in_format or not quantized):
         shape = field.shape
         stored = (
@@ -137,7 +178,7 @@ def _merge(
         )
         return {key: checkpoint.tensors.read(key) for key in stored}
     if in_format and quantized:
-        return _merge_in_format(checkpoint, parts, adapter, spec, errors)
+        return _merge_in_format(checkpoint, name, parts, adapter, spec, errors)
     whole = np.zeros(piece.source.whole or field.shape, ml_dtypes.bfloat16)
     for field, piece in parts:
         value = _value(checkpoint, field, piece)
@@ -151,24 +192,23 @@ def _merge(
 
 
 def _merge_in_format(
-    checkpoint: load.Checkpoint, parts: list[Part], adapter: Adapter, spec: AdapterSpec, errors: _Errors
+    checkpoint: load.Checkpoint, name: str, parts: list[Part], adapter: Adapter, spec: AdapterSpec, errors: _Errors
 ) -> dict[str, np.ndarray]:
+    """`name` is where it goes: a head that was tied leaves the embedding, from which it is read, as it is."""
     tensors: dict[str, np.ndarray] = {}
     for field, piece in parts:
         source = piece.source
         old = piece.codec.read(source, field.shape, checkpoint.tensors, checkpoint.quantization)
-        delta = _delta(field, piece, adapter, spec)
-        merged = np.asarray(quant.dequantize(old)).T + delta
-        new = requantize.like(old, merged.T, source.name, checkpoint.quantization)
-        errors.add(old.form, np.asarray(quant.dequantize(new)).T, merged, delta)
-        for key, value in piece.codec.write(new, source.name, checkpoint.quantization).items():
-            stored = checkpoint.tensors.entries[key]
+        new, delta = old, _delta(field, piece, adapter, spec)
+        if delta is not None:  # others keep their bytes
+            merged = np.asarray(quant.dequantize(old)).T + delta
+            new = requantize.like(old, merged.T, name, checkpoint.quantization)
+            errors.add(old.form, np.asarray(quant.dequantize(new)).T, merged, delta)
+        for key, value in piece.codec.write(new, name, checkpoint.quantization).items():
             if not source.index:
                 tensors[key] = value
                 continue
-            if piece.codec is not codecs.mxfp4.EXPERTS:
-                raise ValueError(f"{source.name}: found a part of a fused tensor, which cannot be quantized again; need layout 'merged'")
-            whole = tensors.setdefault(key, np.zeros(stored.shape, value.dtype))
+            whole = tensors.setdefault(key, np.zeros(checkpoint.tensors.entries[key].shape, value.dtype))
             whole[source.packed(field.shape)[0]] = value
     return tensors
 
@@ -195,6 +235,8 @@ class _Writer:
         return name in self._now or any(name in file for file in self._files)
 
     def add(self, name: str, value: np.ndarray) -> None:
+        if self.has(name):
+            raise ValueError(f"{name}: two tensors would be written under this name")
         if self._now and self._bytes + value.nbytes > self._size:
             self._flush()
         self._now[name] = value
@@ -217,14 +259,17 @@ class _Writer:
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_others(source: pathlib.Path, directory: pathlib.Path, untied: bool, in_format: bool) -> None:
-    """config.json, as the merged model needs it, and the files of the tokenizer."""
+def _copy_others(source: pathlib.Path, directory: pathlib.Path, untied: bool, in_format: bool, packed: str) -> None:
+    """config.json, as the merged model needs it, and the files of the tokenizer. `packed`: a head that is quantized only now, or ''."""
     config = read_json(source / "config.json")
     for part in _parts(config):
         if not in_format:
             part.pop("quantization_config", None)
             part.update({key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in part})
             part.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if key in part})
+        settings = part.get("quantization_config")
+        if packed and isinstance(settings, dict) and isinstance(settings.get("ignore"), list):
+            settings["ignore"] = [name for name in settings["ignore"] if name != packed]  # engines would look for floats
         if untied:
             part["tie_word_embeddings"] = False
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -112,7 +112,11 @@ def save(
 
     Returns:
         What was written, a row for each group and rank: (group, pairs, rank, scale, parameters).
+
+    Raises:
+        ValueError: something at `directory`, a layout that the model does not have, or an adapter that changes nothing.
     """
+    check_learned(adapter)
     directory, tensors, rows = new_directory(directory), {}, {}
     ranks = dict(spec.ranks)
     used = [pair for pair in pairs(described, layout) if ranks[pair.group] and _has(adapter, pair)]
@@ -160,6 +164,15 @@ def new_directory(directory: str | os.PathLike) -> pathlib.Path:
         raise ValueError(f"{directory}: found something there already, need a directory that is empty or absent: nothing is overwritten")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def check_learned(adapter: Adapter) -> None:
+    """Refuses an adapter that has learned nothing: what came of it would be the base, and `hub.peft_read` would not take it."""
+    loras = [lora for stack in adapter.layers for lora in stack.values()] + ([adapter.head] if adapter.head else [])
+    if not any(lora.b.any() for lora in loras):
+        raise ValueError("adapter: the adapter changes nothing: every B is zero; need one that was trained")
+    if not any(lora.a.any() and lora.b.any() for lora in loras):
+        raise ValueError("adapter: the adapter changes nothing: of every pair, A or B is zero; need one that was trained")
 
 
 def _has(adapter: Adapter, pair: Pair) -> bool:

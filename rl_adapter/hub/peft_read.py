@@ -8,14 +8,14 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from rl_adapter.hub import families
 from rl_adapter.hub.codecs.codec import FLOATS
 from rl_adapter.hub.files import Tensors, open_file, read_json
-from rl_adapter.hub.peft import CONFIG, PREFIX, WEIGHTS, Pair, pairs
+from rl_adapter.hub.peft import CONFIG, PREFIX, WEIGHTS, Pair, check_learned, pairs
 from rl_adapter.lora import GROUPS, Adapter, AdapterSpec, Lora
 
 SHOWN = 20  # problems of one kind that an error lists
@@ -44,16 +44,41 @@ class _Config:
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    ranks: tuple[tuple["_Pattern", int], ...]
+    alphas: tuple[tuple["_Pattern", float], ...]
     rank_stabilized: bool
 
     def of(self, pair: Pair) -> tuple[int, float]:
         """Rank and alpha of a pair."""
         module = pair.module.removesuffix(".base_layer")
         paths = [f"{module}.{pair.target.rsplit('.', 1)[1]}"] if pair.experts else [module, module + ".weight"]
-        find = lambda pattern, default: next((v for k, v in pattern.items() if any(f".{p}".endswith(f".{k}") for p in paths)), default)
-        return find(self.rank_pattern, self.rank), find(self.alpha_pattern, self.alpha)
+        find = lambda values, default: next((v for pattern, v in values if any(map(pattern.fits, paths))), default)
+        return find(self.ranks, self.rank), find(self.alphas, self.alpha)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pattern:
+    r"""A key of `rank_pattern`, K, without running it: peft matches `(.*\.)?(K)$` with a path from its first letter on."""
+
+    before: str  # "": the name may end a path, "^": it is a path, ".*\.": it ends a longer one, ".*.": so do its letters
+    name: str
+
+    def fits(self, path: str) -> bool:
+        if self.before == "^":
+            return path == self.name
+        if self.before == ".*.":
+            return path != self.name and path.endswith(self.name)
+        return path.endswith("." + self.name) or (path == self.name and not self.before)
+
+
+# Other expressions are not run: those of a hostile file take forever. A name that begins with a point would be any letter and a name.
+_PATTERN = re.compile(r"(?:\^?(\.\*\\?\.)|(\^?))(\w+(?:\\?\.\w+)*)\$?")
+
+
+def _pattern(key: str) -> _Pattern | None:
+    """None: an expression that is not taken."""
+    found = _PATTERN.fullmatch(key)
+    return found and _Pattern(found[1] or found[2], found[3].replace("\\.", "."))
 
 
 def read(directory: str | os.PathLike, described: families.Description, wanted: AdapterSpec | None = None) -> tuple[Adapter, AdapterSpec]:
@@ -90,9 +115,10 @@ def read(directory: str | os.PathLike, described: families.Description, wanted: 
         _compare(wanted, found, {pair.group for pair in every}, directory)
     spec = wanted or found
     adapter = _read_pairs(described, used, spec, tensors)
-    loras = [lora for stack in adapter.layers for lora in stack.values()] + ([adapter.head] if adapter.head else [])
-    if not any(lora.a.any() and lora.b.any() for lora in loras):
-        raise ValueError(f"{directory / WEIGHTS}: changes no logit: all lora_A or all lora_B are 0")
+    try:
+        check_learned(adapter)
+    except ValueError as error:
+        raise ValueError(f"{directory / WEIGHTS}: changes no logit: {error}") from None
     return adapter, spec
 
 
@@ -125,11 +151,9 @@ def _read_config(path: pathlib.Path) -> _Config:
     patterns = {}
     for name, holds, need in (("rank_pattern", is_rank, "integers of at least 1"), ("alpha_pattern", is_alpha, "finite numbers above 0")):
         value = take(name, lambda v: v is None or (isinstance(v, dict) and all(map(holds, v.values()))), f"an object of {need}") or {}  # noqa: B023
-        plain = {re.sub(r"^\^|^\.\*\\?\.|\$$", "", key).replace("\\.", "."): v for key, v in value.items()}
-        # Expressions are not run: those of a hostile file take forever.
-        if bad := [key for key in plain if not re.fullmatch(r"[\w.]+", key)]:
+        if bad := [key for key in value if not _pattern(key)]:
             problems.append(f"{name}: found {bad[0][:80]!r}, need the ends of names of modules, no other regular expressions")
-        patterns[name] = plain
+        patterns[name] = tuple((_pattern(key), v) for key, v in value.items())  # in order: the first that fits is taken
     if problems:
         raise ValueError(f"{path}:" + _listed(problems))
     return _Config(rank, alpha, patterns["rank_pattern"], patterns["alpha_pattern"], rank_stabilized)

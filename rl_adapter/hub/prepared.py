@@ -6,8 +6,8 @@
     .<digest>.<random>   a copy in the making; one that a killed process left may be deleted
 
 A source is told by a cheap fingerprint: names, sizes, times and samples of the files that are loaded, all of its config, the options,
-and the code that reads it. Whatever of it changes, the copy is not used. A copy is believed only if each of its files is what was written: one
-more pass over bytes that must be read anyway. The digest of the arrays themselves would have to gather them on the host.
+and the code that reads it. Whatever of it changes, the copy is not used. A copy is believed only if each of its files is what was
+written: one more pass over bytes that must be read anyway. The digest of the arrays themselves would have to gather them on the host.
 """
 
 import concurrent.futures

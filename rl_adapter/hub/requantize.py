@@ -4,10 +4,25 @@ import ml_dtypes
 import numpy as np
 
 from rl_adapter import quant
+from rl_adapter.hub import codecs
 from rl_adapter.hub.codecs import Quantization
 
 FP8_LARGEST, FP4_LARGEST = 448.0, 6.0
+_NEED = "need int4, int8, fp8 or mxfp4 without zero points to quantize to: use layout 'merged'"
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def refuses(codec: codecs.Codec, stored: codecs.Expected, name: str) -> str | None:
+    """Why `like` cannot take a matrix, told by the tensors that hold it; None where it can."""
+    if codec in (codecs.gptq.GPTQ, codecs.gptq.AWQ, codecs.ggml.BLOCKS):
+        found = {codecs.gptq.GPTQ: "gptq", codecs.gptq.AWQ: "awq", codecs.ggml.BLOCKS: "gguf"}[codec]
+    elif name + "_global_scale" in stored:
+        found = "nvfp4"
+    elif name + "_zero_point" in stored:
+        found = "uint4"
+    else:
+        return None
+    return f"{name}: found {found}, {_NEED}"
 
 
 def like(old: quant.Weight, w: np.ndarray, name: str, quantization: Quantization | None) -> quant.Weight:
@@ -18,7 +33,7 @@ def like(old: quant.Weight, w: np.ndarray, name: str, quantization: Quantization
     """
     if old.form not in ("int4", "int8", "fp8", "fp4") or len(old.scale) != 1 or old.order is not None:
         form = "nvfp4" if old.form == "fp4" else old.form
-        raise ValueError(f"{name}: found {form}, need int4, int8, fp8 or mxfp4 without zero points to quantize to: use layout 'merged'")
+        raise ValueError(f"{name}: found {form}, {_NEED}")
     groups = old.qvalue.shape[0]
     w = w.reshape(groups, -1, w.shape[1])
     if old.form == "fp4":
