@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs

@@ -168,7 +168,6 @@ def test_tokenizer(tmp_path):
         ("tokenizer.ggml.pre: found 'dbrx'", {"pre": "dbrx"}),
         ("tokenizer.ggml.tokens", {"tokens": [*TOKENS[:-1], "x"]}),
         ("tokenizer.ggml.tokens", {"tokens": [*TOKENS, "z"]}),
-        (r"m.gguf:\n  tokenizer.ggml.eos_token_id: found nothing, need the id", {"eos": None}),
         (rf"m.gguf:\n  tokenizer.ggml.eos_token_id: found {VOCAB}, need the id", {"eos": VOCAB}),
         (rf"m.gguf:\n  tokenizer.ggml.padding_token_id: found {2**32 - 1}, need the id", {"pad": 2**32 - 1}),
     ],

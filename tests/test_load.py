@@ -445,3 +445,10 @@ def test_the_host_holds_no_model(tmp_path):
     bound = 8 * VOCAB * WIDTH * 4
     for found in figures:
         assert found["base"] > 5 * bound and found["over"] < bound, figures
+
+
+def test_a_gguf_without_an_end_loads_but_has_no_tokenizer():
+    pytest.importorskip("gguf")
+    checkpoint = open_checkpoint(GOLDEN / "llama-gguf-q8_0" / "model.gguf")
+    with pytest.raises(ValueError, match="model.gguf: tokenizer.ggml.eos_token_id: found .None., need token ids"):
+        checkpoint.tokenizer()

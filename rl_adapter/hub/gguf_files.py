@@ -126,11 +126,10 @@ def open_gguf(path: str | os.PathLike) -> Gguf:
     else:
         config["vocab_size"] = entries["model.embed_tokens.weight"].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in entries
-    for name, key in (("eos", "eos"), ("pad", "padding")):  # without an end no completion would stop
+    for name, key in (("eos", "eos"), ("pad", "padding")):  # that there is an end at all is asked for with the tokenizer
         value = config.get(f"{name}_token_id")
-        if not (type(value) is int and 0 <= value < config.get("vocab_size", 2**31)) and (name == "eos" or value is not None):
-            found = "nothing" if value is None else repr(value)
-            problems.append(f"tokenizer.ggml.{key}_token_id: found {found}, need the id of a token of the file")
+        if value is not None and not (type(value) is int and 0 <= value < config.get("vocab_size", 2**31)):
+            problems.append(f"tokenizer.ggml.{key}_token_id: found {value!r}, need the id of a token of the file")
     tokenizer = _tokenizer(fields, config, problems)
     template = fields.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):

@@ -55,7 +55,8 @@ class Checkpoint:
             return load_tokenizer(self.path, self.spec.vocab)
         config, backend = self.gguf.config, parse_backend(json.dumps(self.gguf.tokenizer), str(self.path))
         stop, pad, bos = (config.get(f"{name}_token_id") for name in ("eos", "pad", "bos"))
-        return make_tokenizer(backend, self.spec.vocab, stop, pad, bos_id=bos, template=self.gguf.chat_template)
+        fields = tuple(f"{self.path}: tokenizer{name}" for name in ("", ".ggml.eos_token_id", ".ggml.padding_token_id"))
+        return make_tokenizer(backend, self.spec.vocab, stop, pad, bos_id=bos, template=self.gguf.chat_template, fields=fields)
 
 
 @dataclasses.dataclass(frozen=True)
