@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rl_adapter import mesh as meshes
 from rl_adapter import quant
-from rl_adapter.hub import families, load
+from rl_adapter.hub import families, files, load
 from rl_adapter.hub.codecs import compressed_tensors
 from rl_adapter.hub.files import open_tensors
 from rl_adapter.hub.save import round_to_grid, save_checkpoint
@@ -198,3 +198,9 @@ def test_one_file_beside_an_index_of_others_is_refused(saved, tmp_path):
             continue
         with pytest.raises(ValueError, match=f"both: found both model.safetensors and .*index.json, which names {shard}"):
             open_tensors(directory)
+
+
+def test_files_are_as_open_to_others_as_any(tmp_path):
+    files.write_tensors(tmp_path / "a.safetensors", {"x": np.zeros(3, np.float32)})
+    (tmp_path / "b").write_text("")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "b").stat().st_mode

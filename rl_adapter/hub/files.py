@@ -113,6 +113,9 @@ def write_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) ->
     """Writes host arrays as one safetensors file."""
     # The metadata is what transformers asks for. The library writes memory as it lies, so a transposed view must be copied.
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)  # the library lets only the owner read
 
 
 def _weight_map(path: pathlib.Path) -> dict[str, str]:
