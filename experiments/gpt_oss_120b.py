@@ -10,30 +10,9 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from rl_adapter import config as config_lib
+from experiments import gpt_oss_20b
 
 
 def get_config(model: str = "") -> ConfigDict:
-    """`model`: directory of the checkpoint; '' gives what planning needs, the release's config.json without weights."""
-    c = config_lib.default().unlock()
-    c.model = model or str(pathlib.Path(__file__).parent / "models" / "gpt_oss_120b")
-    c.steps = 200
-    c.mesh.data = 1
-    c.mesh.expert = 8
-    c.quantize.linear = "int8"  # attention, which the release has in bfloat16
-    c.data.chat = True
-    c.data.max_prompt_tokens = 256
-    c.rollout.prompts = 32
-    c.rollout.group = 8
-    c.rollout.max_new_tokens = 1024
-    c.optimizer.accumulate = 4
-    c.optimizer.learning_rate = 2e-5  # about ten times what all weights would take
-    c.optimizer.warmup_steps = 5
-    c.adapter.rank = 16
-    c.adapter.alpha = 32.0
-    c.adapter.shared_a = True  # a rank counts 128 times
-    c.adapter.experts.rank = 4
-    c.adapter.experts.alpha = 8.0
-    c.loss.measure_kl = False
-    c.eval.batch = 64
-    return c.lock()
+    """As for the small one. With 128 experts, four times as many, a rank on them counts four times as much: hence the shared A."""
+    return gpt_oss_20b.get_config(model or str(pathlib.Path(__file__).parent / "models" / "gpt_oss_120b"))

@@ -66,9 +66,10 @@ def route(x: Array, layer: Layer, adapter: PyTree, scale: float, spec: Spec, num
 def feed_forward(x: Array, e: Mlp, numeric: Numerics) -> Array:
     """[t, D] -> [t, D] by SwiGLU (Shazeer 2020, arXiv:2002.05202), or its clamped form (gpt-oss): (up + 1) gate sigmoid(1.702 gate)."""
     scales = dict(e.scales)
-    linear = lambda x, name: lora.linear(
-        x, getattr(e, name), e.adapter.get(name), scales.get(name, 1.0), numeric, e.bias.get(name)
-    )  # fmt: skip
+
+    def linear(x, name):
+        return lora.linear(x, getattr(e, name), e.adapter.get(name), scales.get(name, 1.0), numeric, e.bias.get(name))
+
     sigmoid = numerics.sigmoid if numeric.exact else jax.nn.sigmoid
     gate, up = linear(x, "gate"), linear(x, "up")
     if e.limit:

@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rl_adapter.hub import files
+
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -55,24 +57,17 @@ _LIMIT = 1 << 24  # reads of one value: three arrays of a vocabulary take some 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor: its logical shape [out, in], and its GGUF type (or BF16, F16, F32)."""
+class Entry(files.Entry):
+    """One tensor: its logical shape [out, in], and its GGUF type (or BF16, F16, F32); data are floats, or blocks uint8 [out, bytes]."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    path: pathlib.Path
-    data: np.ndarray = dataclasses.field(repr=False)  # floats, or rows of blocks uint8 [out, bytes], memory-mapped
     heads: int = 0  # of query and key projections, whose rows llama.cpp permutes
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensors:
-    """The tensors of a file by their Hugging Face names, with the methods of `files.Tensors`."""
+class Tensors(files.Tensors):
+    """The tensors of a file by their Hugging Face names."""
 
     entries: Mapping[str, Entry]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.entries
 
     def read(self, name: str, index: tuple[slice | int, ...] = ()) -> np.ndarray:
         """Floats [out, in], or blocks uint8 [out, bytes], rows in the order of Hugging Face; or the part that `index` picks."""

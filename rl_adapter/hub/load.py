@@ -12,7 +12,6 @@ import pathlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from rl_adapter import quant
 from rl_adapter.hub import codecs, families
 from rl_adapter.hub.codecs import Codec, Quantization, Source
 from rl_adapter.hub.codecs.codec import FLOATS
-from rl_adapter.hub.files import open_tensors
+from rl_adapter.hub.files import Tensors, open_tensors
 from rl_adapter.hub.gguf_files import Gguf, open_gguf
 from rl_adapter.hub.stream import Stack
 from rl_adapter.hub.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, parse_backend
@@ -42,7 +41,7 @@ class Checkpoint:
 
     path: pathlib.Path
     described: families.Description
-    tensors: Any  # hub.files.Tensors, or those of a GGUF file
+    tensors: Tensors
     quantization: Quantization | None
     gguf: Gguf | None = None
 
@@ -140,7 +139,7 @@ def load(
     _raise(path, problems + check(checkpoint, fields, forms))
     total, done, stacks = sum(len(field.pieces) for field in fields), 0, {}
     counts, loss = Counter(), {}
-    shardings = lambda name: lambda tree: jax.tree.map(lambda s: s, meshes.base_shardings(mesh, {name: tree})[name])
+    shardings = lambda name: lambda tree: meshes.base_shardings(mesh, {name: tree})[name]
     pieces = ((field, piece) for field in fields for piece in field.pieces)
     for (field, piece), future in _ahead(lambda field, piece: _read(checkpoint, field, piece, forms), pieces):
         try:
