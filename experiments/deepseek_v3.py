@@ -2,7 +2,7 @@
 
     python launch.py --config=experiments/deepseek_v3.py:/path/to/checkpoint --workdir=runs/deepseek_v3
 
-Hardware: 8 x H200. Memory: 111.9 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/deepseek_v3.py`: more than
+Hardware: 8 x H200. Memory: 116.0 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/deepseek_v3.py`: more than
 JAX takes by default, so set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 Not run on that hardware: the figure is arithmetic. Without a path, planning reads experiments/models, facts of the release.
 """
@@ -28,7 +28,7 @@ def get_config(model: str = "") -> ConfigDict:
     c.rollout.prompts = 16
     c.rollout.group = 8
     c.rollout.max_new_tokens = 128
-    c.optimizer.accumulate = 8
+    c.optimizer.microbatch_tokens = 1  # as few as a prompt with its group may need
     c.optimizer.learning_rate = 1e-5  # about ten times what all weights would take
     c.optimizer.warmup_steps = 5
     c.adapter.rank = 8

@@ -2,7 +2,7 @@
 
     python launch.py --config=experiments/gpt_oss_120b.py:/path/to/checkpoint --workdir=runs/gpt_oss_120b
 
-Hardware: 8 x H200. Memory: 55.3 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/gpt_oss_120b.py`.
+Hardware: 8 x H200. Memory: 70.2 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/gpt_oss_120b.py`.
 Not run on that hardware: the figure is arithmetic. Without a path, planning reads experiments/models, facts of the release.
 """
 

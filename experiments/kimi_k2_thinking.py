@@ -2,7 +2,7 @@
 
     python launch.py --config=experiments/kimi_k2_thinking.py:/path/to/checkpoint --workdir=runs/kimi_k2_thinking
 
-Hardware: 8 x H200. Memory: 101.2 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/kimi_k2_thinking.py`.
+Hardware: 8 x H200. Memory: 105.4 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/kimi_k2_thinking.py`.
 Not run on that hardware: the figure is arithmetic. Without a path, planning reads experiments/models, facts of the release.
 """
 
@@ -27,7 +27,7 @@ def get_config(model: str = "") -> ConfigDict:
     c.rollout.prompts = 16
     c.rollout.group = 8
     c.rollout.max_new_tokens = 256
-    c.optimizer.accumulate = 8
+    c.optimizer.microbatch_tokens = 1  # as few as a prompt with its group may need
     c.optimizer.learning_rate = 1e-5  # about ten times what all weights would take
     c.optimizer.warmup_steps = 5
     c.adapter.rank = 8

@@ -2,7 +2,7 @@
 
     python launch.py --config=experiments/qwen3_30b_a3b.py:/path/to/checkpoint --workdir=runs/qwen3_30b_a3b
 
-Hardware: 8 x H200. Memory: 45.4 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/qwen3_30b_a3b.py`.
+Hardware: 8 x H200. Memory: 53.5 GB of the 141 GB of each, by `python launch.py --mode=plan --config=experiments/qwen3_30b_a3b.py`.
 Not run on that hardware: the figure is arithmetic. Without a path, planning reads experiments/models, facts of the release.
 """
 
@@ -26,7 +26,7 @@ def get_config(model: str = "") -> ConfigDict:
     c.rollout.prompts = 32
     c.rollout.group = 8
     c.rollout.max_new_tokens = 1024
-    c.optimizer.accumulate = 4
+    c.optimizer.microbatch_tokens = 1  # as few as a prompt with its group may need
     c.optimizer.learning_rate = 2e-5  # about ten times what all weights would take
     c.optimizer.warmup_steps = 5
     c.adapter.rank = 16

@@ -53,7 +53,7 @@ def get_config() -> ConfigDict:
     c.adapter.alpha = 16.0
     c.optimizer.learning_rate = 1.5e-4  # 5e-4 lost the entropy in 6 steps (with all three kinds)
     c.optimizer.warmup_steps = 3
-    c.optimizer.accumulate = 3
+    c.optimizer.microbatch_tokens = 256
     c.eval.examples = 300
     c.eval.batch = 60
     c.checkpoint.every = 5

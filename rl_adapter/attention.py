@@ -1,7 +1,7 @@
 """Attention over segments of keys, in integers: a masked key adds an exact 0, so caching, padding and splitting cannot be seen.
 
 Queries are [P, G, M, H, d]: M tokens of each of G samples of each of P prompts. A segment of keys is either one sample's own
-([P, K, G, S, d]) or shared by a prompt's samples ([P, K, S, d]), so that a group's prompt is computed and kept once. With heads
+([P, K, G, S, n, d]) or shared by a prompt's samples ([P, K, S, n, d]), so that a group's prompt is computed and kept once. With heads
 before samples both kinds contract without a transpose. r is H / K.
 """
 
@@ -34,17 +34,15 @@ class Rules:
 
 @struct.dataclass
 class Keys:
-    """Keys and values as attention reads them: int8 slices with a power-of-two scale a token and head, or float32 (scale None)."""
+    """Keys and values as attention reads them: int8 digits with a power-of-two scale a token and head, or float32 (scale None)."""
 
-    k: tuple[Array, ...]  # slices of [P, K, (G,) S, d], the high one first
+    k: Array  # [P, K, (G,) S, n, d]: n digits, the high one first, so that one contraction takes them all
     k_scale: Array | None  # [P, K, (G,) S]
-    v: tuple[Array, ...] | None  # None: `Rules.latent`, so that a token's latent is kept once
+    v: Array | None  # None: `Rules.latent`, so that a token's latent is kept once
     v_scale: Array | None
 
-    def values(self, rules: Rules) -> tuple[tuple[Array, ...], Array | None]:
-        if self.v is not None:
-            return self.v, self.v_scale
-        return tuple(k[..., : rules.latent] for k in self.k), self.k_scale
+    def values(self, rules: Rules) -> tuple[Array, Array | None]:
+        return (self.k[..., : rules.latent], self.k_scale) if self.v is None else (self.v, self.v_scale)
 
 
 def encode(k: Array, v: Array | None, numeric: Numerics) -> Keys:
@@ -53,19 +51,15 @@ def encode(k: Array, v: Array | None, numeric: Numerics) -> Keys:
     def one(x):
         x = jnp.moveaxis(x, -2, 1)
         if not numeric.exact:
-            return (x,), None
-        q, s = numerics.fixed_point(x, numeric.act_bits)
-        return numerics.slices(q, numeric.act_bits), s[..., 0]
+            return x[..., None, :], None
+        q, s = numerics.fixed_point(x, numeric.key_bits)
+        return numerics.digits(q, numeric.key_bits, -2).astype(jnp.int8), s[..., 0]
 
     return Keys(*one(k), *(one(v) if v is not None else (None, None)))
 
 
-def _shared(keys: Keys) -> bool:
-    return keys.k[0].ndim == 4
-
-
 def _letters(keys: Keys) -> str:
-    return "pk" if _shared(keys) else "pkg"
+    return "pk" if keys.k.ndim == 5 else "pkg"  # shared by a prompt's samples, or a sample's own
 
 
 def _over_queries(scale: Array) -> Array:
@@ -75,22 +69,17 @@ def _over_queries(scale: Array) -> Array:
     return scale[:, :, :, None, None]
 
 
-def _places(n: int) -> list[list[tuple[int, int]]]:
-    """Pairs of slices by place value, the highest first; the product of two low slices is under 2^-15 of the row and left out."""
-    return [[(0, 0)]] if n == 1 else [[(0, 0)], [(0, 1), (1, 0)]]
+def _places(product: Array, digits: int, axis: int) -> list[Array]:
+    """Of products of a (axis 3) and n (`axis`) digits, int32, the sums by place value, the highest first. What is below the lowest digit
+    of either factor, under 2^-15 of the row, is left out."""
+    pick = lambda i, j: jax.lax.index_in_dim(jax.lax.index_in_dim(product, j, axis, keepdims=False), i, 3, keepdims=False)
+    a, n = digits, product.shape[axis]
+    return [sum(pick(i, place - i) for i in range(a) if place - i in range(n)) for place in range(max(a, n))]
 
 
-def _integer_einsum(equation: str, a: tuple, b: tuple) -> list[Array]:
-    """int32 contractions of slices, one array a place value."""
-    dot = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.int32)
-    return [sum(dot(a[i], b[j]) for i, j in pairs) for pairs in _places(len(a))]
-
-
-def _join(places: list[Array], n: int) -> Array:
-    """Place values to one float number; every product by a power of two is exact."""
-    if n == 1:
-        return places[0].astype(f32)
-    return places[0].astype(f32) * 65536.0 + places[1].astype(f32) * 256.0
+def _join(places: list[Array], a: int, n: int) -> Array:
+    """Place values of products of a and n digits to one float number; every product by a power of two is exact."""
+    return sum(x.astype(f32) * 256.0 ** (a + n - 2 - place) for place, x in enumerate(places))
 
 
 def _tokens_first(x: Array) -> Array:
@@ -107,28 +96,29 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], rules: Rules, num
         segments: pairs of Keys and a mask, broadcastable to [P, G, M, S]; every query must see at least one key.
     """
     p_, g_, m_, h, d = q.shape
-    heads = segments[0][0].k[0].shape[1]
+    heads = segments[0][0].k.shape[1]
     q = jnp.moveaxis(q.reshape(p_, g_, m_, heads, h // heads, d), (3, 4), (1, 3))  # [P, K, G, r, M, d]
     masks = [mask[:, None, :, None] for _, mask in segments]  # [P, 1, G, 1, M, S]
     values = [keys.values(rules) for keys, _ in segments]
     sinks = None if rules.sinks is None else rules.sinks.reshape(1, heads, 1, -1, 1, 1)
     if not numeric.exact:
         dot = functools.partial(jnp.einsum, precision="highest")
-        scores = [dot(f"pkgrmd,{_letters(s)}td->pkgrmt", q, s.k[0]) * rules.scale for s, _ in segments]
+        scores = [dot(f"pkgrmd,{_letters(s)}tnd->pkgrmt", q, s.k) * rules.scale for s, _ in segments]
         scores = [jnp.where(m, s, -1e30) for m, s in zip(masks, scores)]
         if sinks is not None:
             scores.append(jnp.broadcast_to(sinks, (*scores[0].shape[:-1], 1)))
         sizes = np.cumsum([s.shape[-1] for s in scores])[:-1]
         parts = jnp.split(jax.nn.softmax(jnp.concatenate(scores, -1), -1), sizes, -1)
-        out = sum(dot(f"pkgrmt,{_letters(s)}td->pkgrmd", p, v[0]) for p, (s, _), (v, _) in zip(parts, segments, values))
+        out = sum(dot(f"pkgrmt,{_letters(s)}tnd->pkgrmd", p, v) for p, (s, _), (v, _) in zip(parts, segments, values))
         return _tokens_first(out)
-    bits = numeric.act_bits
+    bits, dot = numeric.act_bits, functools.partial(jnp.einsum, preferred_element_type=jnp.int32)
+    a = bits // 8
     q_int, q_scale = numerics.fixed_point(q, bits)
-    q_slices = numerics.slices(q_int, bits)
+    q_digits = numerics.digits(q_int, bits, 3).astype(jnp.int8)
     scores = []
     for (s, _), mask in zip(segments, masks):
-        product = _join(_integer_einsum(f"pkgrmd,{_letters(s)}td->pkgrmt", q_slices, s.k), len(q_slices))
-        product = numerics.fence(product * np.float32(rules.scale)) * (q_scale * _over_queries(s.k_scale))
+        places = _places(dot(f"pkgarmd,{_letters(s)}tnd->pkgarmtn", q_digits, s.k), a, -1)
+        product = numerics.fence(_join(places, a, s.k.shape[-2]) * np.float32(rules.scale)) * (q_scale * _over_queries(s.k_scale))
         scores.append(jnp.where(mask, product, -1e30))
     top = functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores] + ([] if sinks is None else [sinks]))
     p = [jnp.where(mask, numerics.exp(s - top), 0.0) for s, mask in zip(scores, masks)]
@@ -136,12 +126,12 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], rules: Rules, num
     weighted = [x * _over_queries(scale) for x, (_, scale) in zip(p, values)]  # exact: the scale is a power of two
     largest = functools.reduce(jnp.maximum, [jnp.max(x, -1, keepdims=True) for x in weighted])
     w_scale = numerics.fixed_point_scale(largest, bits)
-    places = None
+    summed = None
     for x, (s, _), (v, _) in zip(weighted, segments, values):
-        x_slices = numerics.slices(numerics.to_integers(x, w_scale, bits), bits)
-        part = _integer_einsum(f"pkgrmt,{_letters(s)}td->pkgrmd", x_slices, v)
-        places = part if places is None else [a + b for a, b in zip(places, part)]
-    out = numerics.divide_rows(_join(places, 1 if bits == 8 else 2) * w_scale, total)
+        x_digits = numerics.digits(numerics.to_integers(x, w_scale, bits), bits, 3).astype(jnp.int8)
+        places = _places(dot(f"pkgarmt,{_letters(s)}tnd->pkgarmnd", x_digits, v), a, -2)
+        summed = places if summed is None else [one + other for one, other in zip(summed, places)]
+    out = numerics.divide_rows(_join(summed, a, v.shape[-2]) * w_scale, total)
     return _tokens_first(out)
 
 
@@ -177,10 +167,17 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool, exact: bool) -> 
     """Rotate pairs of features of x [..., H, d] by angles with cos, sin [..., pairs]; features beyond the pairs stay as they are.
 
     The two products of a sum are fenced. Interleaved pairs come out as halves: queries and keys alike, so no product of them changes.
+    The other feature of each pair is fetched by a product with a matrix of 0, 1 and -1, which is exact: were it by indices, XLA's CPU
+    backend would compute all that comes before it once for either, element by element.
     """
-    cos, sin = cos[..., None, :], sin[..., None, :]
     pairs = cos.shape[-1]
-    x1, x2 = (x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) if interleaved else (x[..., :pairs], x[..., pairs : 2 * pairs])
+    turning = x[..., : 2 * pairs]
+    place = np.arange(2 * pairs).reshape(pairs, 2).T.reshape(-1) if interleaved else np.arange(2 * pairs)  # of features, as halves
+    swap = np.zeros((2 * pairs, 2 * pairs), np.float32)
+    swap[np.roll(place, pairs), np.arange(2 * pairs)] = np.repeat([-1, 1], pairs)
+    other = jnp.matmul(turning, swap, precision="highest")
+    halves = turning[..., place] if interleaved else turning
+    twice = lambda angles: jnp.concatenate([angles, angles], -1)[..., None, :]
     fence = numerics.fence if exact else (lambda y: y)
-    turned = [fence(x1 * cos) - fence(x2 * sin), fence(x2 * cos) + fence(x1 * sin)]
-    return jnp.concatenate([*turned, x[..., 2 * pairs :]] if x.shape[-1] > 2 * pairs else turned, -1)
+    turned = fence(halves * twice(cos)) + fence(other * twice(sin))
+    return jnp.concatenate([turned, x[..., 2 * pairs :]], -1) if x.shape[-1] > 2 * pairs else turned

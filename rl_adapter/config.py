@@ -34,6 +34,7 @@ def default() -> ConfigDict:
     c.prepared = ""  # directory of copies of loaded bases, which load faster: used where present, made where not; '' = none
     c.numerics = "exact"  # 'exact' (integer contractions, same bits everywhere) | 'float' (dequantize and multiply)
     c.act_bits = 16  # 8 | 16; bits of activations in exact mode
+    c.cache_bits = 0  # 0 (as act_bits) | 8 | 16, at most act_bits; bits of keys and values in exact mode, in rollout and training alike
     c.context = 0  # tokens, >= 2; prompt + completion must fit; 0 = as needed by data.max_prompt_tokens + rollout.max_new_tokens
     c.remat = True  # recompute a block's activations in the backward pass: less memory, more time
 
@@ -74,7 +75,7 @@ def default() -> ConfigDict:
     d.max_prompt_tokens = 64  # tokens >= 1; a longer prompt is an error, never cut
 
     r = c.rollout = ConfigDict()
-    r.prompts = 16  # prompts in a step >= 1; divisible by optimizer.minibatches * optimizer.accumulate
+    r.prompts = 16  # prompts in a step >= 1; divisible by optimizer.minibatches
     r.group = 8  # completions of one prompt >= 2 (advantages are relative to the group)
     r.max_new_tokens = 32  # tokens >= 1
     r.temperature = 1.0  # >= 0.001
@@ -84,6 +85,16 @@ def default() -> ConfigDict:
     # Texts, each one token of the model, that end a completion beside the model's own stop tokens; () = none. On the command line
     # --config.rollout.stop="'12'" is a text that reads as a number, and =() none: an empty text is refused, since it is no token.
     r.stop = ()
+
+    # How completions are batched: what it costs, never what comes out.
+    r.slots = 0  # completions decoded at a time >= 1; 0 = all of a step
+    r.lanes = 0  # slots that share the keys of one prompt, and take only its completions >= 1; 0 = the group, or 1 where slots are fewer
+    r.steps = 16  # tokens of a slot >= 1 that are decoded in one dispatch, at most
+    r.page = 16  # tokens of a page of the cache >= 1
+    r.chunk = 256  # tokens of a prompt >= 1 that are prefilled at a time
+    r.prefill = 16  # prompts >= 1 that are prefilled at a time, on each row shard of the mesh
+    r.cache_tokens = 0  # tokens that the cache holds, on each row shard: a bound on its memory; 0 = as the slots need
+    r.ahead = 0  # 1: sample the next step's completions while this one's update runs, with the adapter from before it
 
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
@@ -105,7 +116,7 @@ def default() -> ConfigDict:
     o.eps = 1e-8  # > 0
     o.max_grad_norm = 1.0  # > 0; global norm
     o.minibatches = 1  # optimizer updates per rollout batch >= 1
-    o.accumulate = 1  # microbatches per optimizer update >= 1: less memory, same update
+    o.microbatch_tokens = 0  # tokens of a forward and backward pass, about, of all devices; less is less memory, same update; 0 = auto
 
     e = c.eval = ConfigDict()
     e.examples = 256  # held-out problems >= 1, at most data.eval_size where they are generated; greedy
@@ -135,6 +146,8 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
     return {
         "numerics": ("exact", "float"),
         "act_bits": (8, 16),
+        "cache_bits": (0, 8, 16),
+        "rollout.ahead": (0, 1),
         "optimizer.schedule": ("constant", "linear", "cosine"),
         **{f"quantize.{k}": FORMATS for k in config.quantize},
     }
@@ -153,7 +166,9 @@ _RANGES = {
     **{f: _AT_LEAST_0 for f in ("eval.every", "checkpoint.every", *(f"adapter.{g}.rank" for g in GROUPS))},
     **{f: _AT_LEAST_1 for f in ("steps", "mesh.expert", "mesh.model", "data.train_size", "data.eval_size")},
     **{f: _AT_LEAST_1 for f in ("data.max_prompt_tokens", "rollout.prompts", "rollout.max_new_tokens", "checkpoint.keep")},
-    **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "optimizer.accumulate", "eval.examples", "eval.batch")},
+    **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "eval.examples", "eval.batch")},
+    **{f: _AT_LEAST_1 for f in ("rollout.steps", "rollout.page", "rollout.chunk", "rollout.prefill")},
+    **{f: _AT_LEAST_0 for f in ("rollout.slots", "rollout.lanes", "rollout.cache_tokens", "optimizer.microbatch_tokens")},
     **{f: _AT_LEAST_1 for f in ("quality.rows", "quality.positions", "quality.batch")},
     **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
@@ -177,6 +192,8 @@ def validate(config: ConfigDict) -> None:
             raise ValueError(f"{field}: found {fields[field]!r}, need {need}")
     if not any(fields[f"adapter.{g}.rank"] for g in GROUPS):
         raise ValueError(f"adapter: every rank is 0, need at least one of adapter.{{{','.join(GROUPS)}}}.rank above 0")
+    if config.cache_bits > config.act_bits:
+        raise ValueError(f"cache_bits: found {config.cache_bits}, need at most act_bits = {config.act_bits}")
     kinds = config.data.kinds
     if not kinds or len(set(kinds)) < len(kinds) or not all(isinstance(k, str) and k for k in kinds):
         raise ValueError(f"data.kinds: found {kinds!r}, need one or more distinct names")
@@ -189,9 +206,9 @@ def validate(config: ConfigDict) -> None:
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
                 raise ValueError(f"{field}: found {half!a}, half a character or a byte that is not UTF-8, in {text!a}, need whole ones")
-    parts = config.optimizer.minibatches * config.optimizer.accumulate
+    parts = config.optimizer.minibatches
     if config.rollout.prompts % parts:
-        need = f"a multiple of optimizer.minibatches * optimizer.accumulate = {parts}"
+        need = f"a multiple of optimizer.minibatches = {parts}"
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need {need}")
     need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.context and config.context < need:

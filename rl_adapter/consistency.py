@@ -14,7 +14,6 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 from rich import box
@@ -26,6 +25,7 @@ from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Rollout, Spec
 
 SIZE_OF_B = 0.05  # with the usual alphas a random adapter then moves activations by tenths of their size
@@ -82,7 +82,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shapes: Sequence[tuple[i
     """
     session = sessions.open_session(config, "train")
     data = session.data["train"]
-    count = config.rollout.prompts // (config.optimizer.minibatches * config.optimizer.accumulate)  # as the trainer's forward takes them
+    count = config.rollout.prompts // config.optimizer.minibatches
     if len(data.problems) < count:
         raise ValueError(f"rollout.prompts: found {count} at a time, need at most the {len(data.problems)} training problems")
     if shapes is None:
@@ -115,7 +115,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shapes: Sequence[tuple[i
     return result
 
 
-def compare_all(here: Place, others: dict, batch: Batch, sampling: rollout.Sampling, seed: int) -> list[dict]:
+def compare_all(here: Place, others: dict, batch: Batch, sampling: Sampling, seed: int) -> list[dict]:
     """Every row of the table. `others`: {(data, expert, model): mesh}."""
     found = []
     first, seen = decode(here, sampling, batch, seed)
@@ -125,7 +125,7 @@ def compare_all(here: Place, others: dict, batch: Batch, sampling: rollout.Sampl
         measured = compare(a, b, first.lengths[rows], first.prompt_lengths[rows], sampled=by == "decode")
         found.append({"comparison": name, "by": by} | measured)
 
-    def again(name: str, place: Place, batch: Batch, rows: np.ndarray, r: Rollout, sampling: rollout.Sampling) -> None:
+    def again(name: str, place: Place, batch: Batch, rows: np.ndarray, r: Rollout, sampling: Sampling) -> None:
         """Both ways of computing, with something changed, against the first time; `rows` of it are in `batch` and `r`."""
         note(name, "decode", seen.rows(rows), decode(place, sampling, batch, seed)[1], rows)
         note(name, "forward", full.rows(rows), forward(place, r), rows)
@@ -178,11 +178,11 @@ def random_adapter(config: ConfigDict, session: sessions.Session) -> lora.Adapte
     return jax.device_put(filled, meshes.adapter_shardings(session.model.mesh, filled))
 
 
-def decode(place: Place, sampling: rollout.Sampling, batch: Batch, seed: int) -> tuple[Rollout, Seen]:
+def decode(place: Place, sampling: Sampling, batch: Batch, seed: int) -> tuple[Rollout, Seen]:
     """Sample with a cache, as the rollout does. Both on the host."""
     inputs = jax.device_put((batch.tokens, batch.lengths, batch.ids), meshes.rows(place.model.mesh))
     prepared = evaluate.prepare(place.model, place.adapter)
-    r = jax.device_get(rollout.generate(place.model, sampling, place.base, prepared, *inputs, jnp.int32(seed)))
+    r = jax.device_get(rollout.generate(place.model, sampling, place.base, prepared, *inputs, seed))
     return r, Seen(r.tokens, r.scored_logprobs, r.prompt_choices, r.choices)
 
 
@@ -196,8 +196,8 @@ def forward(place: Place, r: Rollout) -> Seen:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _score(model: models.Model, base: Base, adapter: lora.Adapter, r: Rollout) -> tuple[Array, Array]:
-    (_, scored, _), out = update.score(model, base, adapter, r)
-    return scored, out.choices
+    s = update.score(model, base, adapter, r)
+    return s.scored, s.choices
 
 
 def pick(r: Rollout, rows, group: int | None = None, wide: int = 0, long: int = 0) -> Rollout:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, lora, monitor, prompts, reward, rollout, update
+from rl_adapter import checkpoint, engine, lora, monitor, prompts, reward, rollout, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
@@ -35,9 +35,16 @@ def greedy(
         rows = np.arange(start, start + size) % n  # the last batch is filled up from the front, to one shape
         tokens, lengths = prompts.batch(data.encoded, rows, data.length, session.tokenizer.pad_id)
         ids = np.array([data.problems[i].id for i in rows], np.int32)
-        placed = jax.device_put((tokens, lengths, ids), meshes.rows(session.model.mesh))
         out = rollout.generate(
-            session.model, sessions.sampling(config, session, greedy=True), session.base, prepared, *placed, jnp.int32(0)
+            session.model,
+            sessions.sampling(config, session, greedy=True),
+            session.base,
+            prepared,
+            tokens,
+            lengths,
+            ids,
+            0,
+            engine.from_config(config.rollout),
         )
         texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: n - start]
     rewards, _ = reward.score(texts, data.problems[:n], sessions.reward_of(config))
@@ -123,7 +130,8 @@ def last_adapter(
 def new_state(config: ConfigDict, adapter: lora.Adapter) -> update.State:
     """A state that has made no update."""
     tx, _ = optimizer(config)
-    return update.State(adapter, tx.init(adapter), jnp.zeros((), jnp.int32))
+    previous = jax.tree.map(jnp.copy, adapter) if config.rollout.ahead else None
+    return update.State(adapter, tx.init(adapter), jnp.zeros((), jnp.int32), previous)
 
 
 def optimizer(config: ConfigDict):

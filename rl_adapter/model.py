@@ -1,8 +1,8 @@
 """`apply`: the only forward pass. Prefill, decoding, scoring, the loss and evaluation call it with the same arrays.
 
-Tokens come as [P, M]: M tokens for each of P prompts. What M holds, and which keys a token may see, is the caller's `Layout`:
-a prompt alone, a prompt followed by its G completions (training: the prompt is computed once for its group), or one new token
-of each of G completions (decoding).
+Tokens come as [P, M]. What a row holds, and which keys a token may see, is the business of the attention function that the caller
+hands over: prompts, or chunks of them; prompts followed by their G completions (training: the prompt is computed once for its group);
+or one new token of each of G completions (decoding). Where rows differ in length their tokens come packed, without the padding.
 """
 
 import dataclasses
@@ -11,14 +11,18 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora, moe, numerics, quant
+from rl_adapter import cache, lora, moe, numerics, quant
 from rl_adapter import mesh as meshes
 from rl_adapter.attention import Keys, Rules, attend, attend_differentiable, encode, rope_table, rotate
+from rl_adapter.packing import Packing
 from rl_adapter.types import Array, Base, Layer, Numerics, PyTree, Spec
 
+# Of a block, beside its input: what attention gives, which is no larger, and costs most to compute again.
+KEPT = jax.checkpoint_policies.save_only_these_names("attention")
 MLA_EPS = 1e-6  # of the two norms of a latent, whatever the config's rms_norm_eps
 
 
@@ -34,19 +38,11 @@ class Model:
 
 
 @struct.dataclass
-class Cache:
-    """Keys and values of every layer: the prompt's, shared by its group, and each completion's own."""
-
-    prompt: Keys  # leaves [L, P, K, T, (d)]
-    own: Keys  # leaves [L, P, K, G, C, (d)]
-
-
-@struct.dataclass
 class Output:
     hidden: Array  # [P, M, D], after the last norm
     choices: Array  # [Ls, P, M, k] experts
     router: Array  # [Ls, E] mean router probability over valid tokens
-    keys: PyTree  # prefill: Keys of the prompts; decoding: the updated Cache; else None
+    keys: PyTree  # what attention emitted, stacked by layer, or its carry: keys of a cache; None in training
     stream: PyTree = None  # [L, P, n, D] after each block, where `slots` asks for it
 
 
@@ -151,8 +147,8 @@ def apply(
     Args:
         adapter: from `lora.prepare`; None is the reference policy.
         attention: (layer index, q [P, M, H, d], k and v [P, M, K, d], Rules, carry) -> (output [P, M, H, d], carry, emitted): one of
-            the three functions below.
-        carry: state of `attention` that passes from layer to layer (the Cache when decoding).
+            the functions below.
+        carry: state of `attention` that passes from layer to layer (the newest page of the cache when decoding).
         slots: [P, n] int32 below M: of these tokens the residual stream after each block is given too, as `Output.stream`.
 
     Returns:
@@ -170,18 +166,25 @@ def apply(
         x, carry = state
         index, layer, ad = inputs
         b = _Block(model, layer, ad, angles)
-        q, k, v = b.queries_and_keys(b.norm(x, layer.attn_norm))
+        with jax.named_scope("qkv"):
+            q, k, v = b.queries_and_keys(b.norm(x, layer.attn_norm))
         scale = spec.attention_scale or spec.head_dim**-0.5
         rules = Rules(scale, spec.mla.kv_rank if spec.mla else 0, None if windows is None else windows[index], layer.sinks)
-        a, carry, emitted = attention(index, q, k, v, rules, carry)
-        x = by_rows(x + b.output(a))
+        with jax.named_scope("attention"):
+            a, carry, emitted = attention(index, q, k, v, rules, carry)
+            a = checkpoint_name(a, "attention")
+        with jax.named_scope("output"):
+            x = by_rows(x + b.output(a))
         h = b.norm(x, layer.mlp_norm).reshape(p_ * m_, -1)
         y, routed = jnp.zeros_like(h), None
         if layer.mlp_gate is not None:
-            y = moe.feed_forward(h, b.mlp("mlp_"), numeric)
+            with jax.named_scope("mlp"):
+                y = moe.feed_forward(h, b.mlp("mlp_"), numeric)
         if sparse:
-            weights, choice, p = moe.route(h, layer, ad.get("router"), b.scale("router"), spec, numeric)
-            y = y + moe.routed(h, weights, choice, valid.reshape(-1), b.mlp(""), spec.experts, numeric, model.mesh)
+            with jax.named_scope("router"):
+                weights, choice, p = moe.route(h, layer, ad.get("router"), b.scale("router"), spec, numeric)
+            with jax.named_scope("experts"):
+                y = y + moe.routed(h, weights, choice, valid.reshape(-1), b.mlp(""), spec.experts, numeric, model.mesh)
             seen = valid.reshape(-1, 1)
             load = jnp.sum(jnp.where(seen, p, 0.0), 0) / jnp.maximum(jnp.sum(seen), 1)
             routed = choice.reshape(p_, m_, -1), load
@@ -192,7 +195,7 @@ def apply(
     emitted, routed, stream = [], [], []
     for (first, count, sparse), layers, ad in zip(spec.stacks, base.layers, adapter.layers if adapter else ({},) * len(base.layers)):
         run = functools.partial(block, sparse)
-        run = jax.checkpoint(run) if model.remat else run
+        run = jax.checkpoint(run, policy=KEPT) if model.remat else run
         (x, carry), (keys, choices, seen) = jax.lax.scan(run, (x, carry), (first + jnp.arange(count), layers, ad))
         emitted.append(keys)
         stream.append(seen)
@@ -213,7 +216,7 @@ def embed(base: Base, tokens: Array) -> Array:
 
 
 def prefill(numeric: Numerics, lengths: Array):
-    """Causal attention over prompts [P, T] of given lengths; emits their Keys for a cache."""
+    """Causal attention over prompts [P, T] of given lengths; emits their Keys."""
 
     def attention(_, q, k, v, rules, carry):
         mask = causal(q.shape[1], lengths[:, None], rules)
@@ -223,42 +226,94 @@ def prefill(numeric: Numerics, lengths: Array):
     return attention
 
 
-def packed(numeric: Numerics, prompt_lengths: Array, t: int, group: int):
-    """Differentiable attention over rows [P, T + G * C]: a prompt, then its completions, which see the prompt and their own past."""
+def prefill_chunk(numeric: Numerics, packing: Packing, pool: Keys, before: tuple[cache.Table, ...], start: Array, lengths: Array):
+    """Causal attention over chunks of text that begin at positions `start` [P] and have `lengths` [P] tokens, after the contexts `before`
+    (pages [P, n] each). Tokens are packed; emits the chunks' Keys, padded [P, K, 1, T, ...]."""
+    used, sizes = in_use(before, pool), buckets(*(table.page.shape[-1] for table in before), none=True)
+
+    def attention(layer, q, k, v, rules, carry):
+        q, k, v = (None if x is None else packing.spread(x) for x in (q, k, v))
+        t = q.shape[1]
+        chunk = encode(k[:, None], None if v is None else v[:, None], numeric)
+        query = start[:, None] + jnp.arange(t)
+
+        def run(*pages):
+            segments = [(chunk, causal(t, lengths[:, None], rules))]
+            for table, n in zip(before, pages):
+                if n:
+                    keys = cache.read(pool, layer, table, n)
+                    segments.append((keys, cache.visible(rules, query, table, keys.k.shape[-3])[:, None]))
+            return attend(q[:, None], tuple(segments), rules, numeric)[:, 0]
+
+        return packing.flat(_switch(used, sizes, run)), carry, chunk
+
+    return attention
+
+
+def packed(numeric: Numerics, packing: Packing, prompt_lengths: Array, t: int, group: int):
+    """Differentiable attention over packed tokens of rows [P, T + G * C]: a prompt, then its completions, which see the prompt and their
+    own past."""
 
     def attention(_, q, k, v, rules, carry):
+        q, k, v = (None if x is None else packing.spread(x) for x in (q, k, v))
         p_ = q.shape[0]
         c = (q.shape[1] - t) // group
         prompt = tuple(None if x is None else x[:, :t] for x in (k, v))
         first = attend_differentiable(q[:, None, :t], (prompt,), (causal(t, prompt_lengths[:, None], rules),), rules, numeric)[:, 0]
         if not c:
-            return first, carry, None
+            return packing.flat(first), carry, None
         by_sample = lambda x: None if x is None else x[:, t:].reshape(p_, group, c, *x.shape[2:])
         own = jnp.arange(c)
         distance = own[:, None] - own
         masks = (keys_before(t, prompt_lengths, own, rules), ((distance >= 0) & rules.within(distance))[None, None])
         rest = attend_differentiable(by_sample(q), (prompt, (by_sample(k), by_sample(v))), masks, rules, numeric)
-        return jnp.concatenate([first, rest.reshape(p_, group * c, *rest.shape[3:])], 1), carry, None
+        return packing.flat(jnp.concatenate([first, rest.reshape(p_, group * c, *rest.shape[3:])], 1)), carry, None
 
     return attention
 
 
-def decode(numeric: Numerics, prompt_lengths: Array, step: Array):
-    """One new token of each completion, tokens [P, G], written to slot `step` of the cache, which it sees up to there."""
+def decode(numeric: Numerics, prompts: cache.Table, own: cache.Table, live: Array):
+    """One new token of each completion, tokens [P, G], after `own.length` tokens of its own. It is written into the pool of keys, the
+    carry, and sees what is there of it, pages [P, G, n], and what the rows of P share, pages [P, n]. Rows that are not `live` [P, G] are
+    written nowhere."""
+    including = own.replace(length=own.length + 1)
+    at = own.first + own.length
 
-    def attention(layer, q, k, v, rules, cache: Cache):
-        new = encode(k[:, :, None], None if v is None else v[:, :, None], numeric)  # leaves [P, K, G, 1, (d)]
-        own = jax.tree.map(
-            lambda c, n: jax.lax.dynamic_update_slice(c, n[None], (layer, 0, 0, 0, step) + (0,) * (c.ndim - 5)), cache.own, new
-        )
-        here = functools.partial(jax.tree.map, lambda c: jax.lax.dynamic_index_in_dim(c, layer, 0, keepdims=False))
-        distance = step - jnp.arange(cache.own.k[0].shape[-2])
-        seen = ((distance >= 0) & rules.within(distance))[None, None, None]
-        masks = keys_before(cache.prompt.k[0].shape[-2], prompt_lengths, step[None], rules), seen
-        segments = tuple(zip((here(cache.prompt), here(own)), masks))
-        return attend(q[:, :, None], segments, rules, numeric)[:, :, 0], cache.replace(own=own), None
+    def attention(layer, q, k, v, rules, pool: Keys):
+        new = encode(k[:, :, None], None if v is None else v[:, :, None], numeric)  # leaves [P, K, G, 1, ...]
+        size = cache.page_size(pool)
+        page = jnp.take_along_axis(own.page, jnp.minimum(own.length // size, own.page.shape[-1] - 1)[..., None], -1)[..., 0]
+        pool = cache.write_layer(pool, layer, new, jnp.where(live, page, cache.TRASH), own.length % size)
+
+        def run(n_prompt, n_own):
+            of_prompt, of_own = cache.read(pool, layer, prompts, n_prompt), cache.read(pool, layer, including, n_own)
+            segments = (
+                (of_prompt, cache.visible(rules, at, prompts, of_prompt.k.shape[-3])[:, :, None]),
+                (of_own, cache.visible(rules, at[..., None], including, of_own.k.shape[-3])),
+            )
+            return attend(q[:, :, None], segments, rules, numeric)[:, :, 0]
+
+        used = in_use((prompts, including.replace(length=jnp.where(live, including.length, 0))), pool)
+        return _switch(used, buckets(prompts.page.shape[-1], own.page.shape[-1]), run), pool, None
 
     return attention
+
+
+def buckets(*most: int, none: bool = False) -> list[tuple[int, ...]]:
+    """Numbers of pages that attention is compiled for, the largest last: a quarter, a half and all of each of `most`; before that none."""
+    parts = [tuple(-(-m // part) for m in most) for part in (4, 2, 1)]
+    return list(dict.fromkeys([(0,) * len(most), *parts] if none else parts))
+
+
+def in_use(tables: tuple[cache.Table, ...], pool: Keys) -> list[Array]:
+    """Pages [] of each table that hold tokens."""
+    return [-(-jnp.max(table.length) // cache.page_size(pool)) for table in tables]
+
+
+def _switch(used: list[Array], sizes: list[tuple[int, ...]], run) -> Array:
+    """`run` with the smallest of `sizes` that holds what is used: attention reads what is filled, not what could be."""
+    too_small = [functools.reduce(jnp.logical_or, [u > s for u, s in zip(used, size)]) for size in sizes[:-1]]
+    return jax.lax.switch(sum(x.astype(jnp.int32) for x in too_small), [functools.partial(run, *size) for size in sizes])
 
 
 def causal(t: int, lengths: Array, rules: Rules) -> Array:
@@ -277,7 +332,8 @@ def keys_before(t: int, lengths: Array, own: Array, rules: Rules) -> Array:
 def logits(model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array) -> Array:
     """hidden [N, D] -> [N, V] f32."""
     head = adapter.head if adapter else None
-    return lora.linear(hidden, base.head, head, model.adapter.scale("head") if head is not None else 1.0, model.numeric)
+    with jax.named_scope("head"):
+        return lora.linear(hidden, base.head, head, model.adapter.scale("head") if head is not None else 1.0, model.numeric)
 
 
 def token_logprobs(

@@ -21,6 +21,7 @@ from rl_adapter import mesh as meshes
 from rl_adapter.types import Array, Layer, Numerics, PyTree, Spec
 
 f32 = jnp.float32
+AT_ONCE = 2**19  # bytes of one of an expert's three matrices, unpacked to float32, times the tiles that are visited at once
 
 
 @struct.dataclass
@@ -89,11 +90,11 @@ class _Visits:
     size: int = struct.field(pytree_node=False)  # slots of a tile
 
 
-def _visits(choice: Array, wanted: Array, experts: int, tile: int) -> _Visits:
-    """choice [N, k] in 0 .. experts - 1 where wanted [N, k]; every wanted pair gets a slot."""
+def _visits(choice: Array, wanted: Array, experts: int, tile: int, at_once: int = 1) -> _Visits:
+    """choice [N, k] in 0 .. experts - 1 where wanted [N, k]; every wanted pair gets a slot, in a multiple of `at_once` tiles."""
     n, k = choice.shape
     pairs = n * k
-    most = pairs // tile + min(experts, pairs)
+    most = -(-(pairs // tile + min(experts, pairs)) // at_once) * at_once
     e = jnp.where(wanted, choice, experts).reshape(-1)
     order = jnp.argsort(e, stable=True)
     e_sorted = e[order]
@@ -125,15 +126,17 @@ def _append(x: Array, rows: int = 1) -> Array:
 def _run(x: Array, choice: Array, wanted: Array, experts: Mlp, n_experts: int, numeric: Numerics) -> Array:
     """Expert outputs of every wanted pair, [N, k, D]; zero for the others."""
     tile = tile_size(choice.size, n_experts)
-    v = _visits(choice, wanted, n_experts, tile)
+    many = tiles_at_once(experts, tile, choice.size, n_experts)
+    v = _visits(choice, wanted, n_experts, tile, many)
     x = _append(x)
+    visit_one = jax.vmap(lambda rows, e: feed_forward(rows, _pick(experts, e), numeric))
 
     def visit(i, out):
-        rows = x[jax.lax.dynamic_slice_in_dim(v.token, i * tile, tile)]
-        y = feed_forward(rows, _pick(experts, v.expert[i]), numeric)
-        return jax.lax.dynamic_update_slice_in_dim(out, y, i * tile, 0)
+        rows = x[jax.lax.dynamic_slice_in_dim(v.token, i * many * tile, many * tile)].reshape(many, tile, -1)
+        y = visit_one(rows, jax.lax.dynamic_slice_in_dim(v.expert, i * many, many))
+        return jax.lax.dynamic_update_slice_in_dim(out, y.reshape(many * tile, -1), i * many * tile, 0)
 
-    out = jax.lax.fori_loop(0, v.tiles, visit, jnp.zeros((v.token.size + 1, x.shape[1]), f32))
+    out = jax.lax.fori_loop(0, -(-v.tiles // many), visit, jnp.zeros((v.token.size + 1, x.shape[1]), f32))
     return out[v.slot].reshape(*choice.shape, -1)
 
 
@@ -147,8 +150,15 @@ def _cotangent(experts: Mlp, grads: list[Array]) -> Mlp:
 
 
 def tile_size(pairs: int, experts: int) -> int:
-    """Pairs of a visit: near the mean load, so that most experts take one visit. Cannot be seen in the bits."""
-    return int(min(128, max(8, 2 ** math.ceil(math.log2(max(1, pairs / experts))))))
+    """Pairs of a tile: a power of two not above the mean load, so that few slots of a last tile stay empty. Cannot be seen in the bits."""
+    return int(min(128, max(8, 2 ** math.floor(math.log2(max(1, pairs / experts))))))
+
+
+def tiles_at_once(experts: Mlp, tile: int, pairs: int, n_experts: int) -> int:
+    """Tiles of a visit: as many as are sure to be there and whose unpacked weights stay small. Of a small expert most of a visit's time
+    would be starting its operations."""
+    k, n = quant.shape(experts.gate)[-2:]
+    return max(1, min(AT_ONCE // (4 * k * n), pairs // tile + min(n_experts, pairs)))
 
 
 def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics) -> Array:
@@ -157,7 +167,7 @@ def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics)
     if not numeric.exact:
         total = jnp.sum(z, 1)
         return jax.lax.psum(total, axes) if axes else total
-    largest = jnp.max(jnp.abs(z), (1, 2))[:, None]
+    largest = jnp.max(jnp.max(jnp.abs(z), 1), -1, keepdims=True)
     if axes:
         largest = jax.lax.pmax(largest, axes)
     s = numerics.power_of_two_above(largest) * 2.0 ** (math.ceil(math.log2(max(2, y.shape[1]))) - 30)
@@ -170,26 +180,30 @@ def _combine(y: Array, weights: Array, axes: tuple[str, ...], numeric: Numerics)
 def _backward_run(x: Array, weights: Array, choice: Array, wanted: Array, experts: Mlp, n_experts: int, dy: Array):
     """Gradients of sum_k weights * y by the float twin: to x [N, D], weights [N, k] and the list of trained leaves of `experts`."""
     tile = tile_size(choice.size, n_experts)
-    v = _visits(choice, wanted, n_experts, tile)
+    many = tiles_at_once(experts, tile, choice.size, n_experts)
+    v = _visits(choice, wanted, n_experts, tile, many)
     x, dy = _append(x), _append(dy)
     slot_weight = jnp.zeros(v.token.size, f32).at[v.slot].set(weights.reshape(-1), mode="drop")
 
-    def visit(i, carry):
-        dx, dots, grads = carry
-        tokens, w = (jax.lax.dynamic_slice_in_dim(t, i * tile, tile) for t in (v.token, slot_weight))
-        e = v.expert[i]
+    def of_tile(rows, w, d, e):
         mine = _pick(experts, e)
         trained, rebuild = quant.split(mine.replace(bias={}))
         expert = lambda t: rebuild(t).replace(bias=mine.bias)
-        y, vjp = jax.vjp(lambda rows, t: feed_forward(rows, expert(t), Numerics("float")), x[tokens], trained)
-        d = dy[tokens]
-        d_rows, d_trained = vjp(d * w[:, None])
-        dots = jax.lax.dynamic_update_slice_in_dim(dots, jnp.sum(d * y, -1), i * tile, 0)
-        grads = [g + d if g.ndim == d.ndim else g.at[e].add(d) for g, d in zip(grads, d_trained)]
-        return dx.at[tokens].add(d_rows), dots, grads
+        y, vjp = jax.vjp(lambda rows, t: feed_forward(rows, expert(t), Numerics("float")), rows, trained)
+        return jnp.matmul(d * y, jnp.ones((y.shape[-1], 1)))[:, 0], *vjp(d * w[:, None])  # a sum in a fusion does not run in vectors
+
+    def visit(i, carry):
+        dx, dots, grads = carry
+        tokens, w = (jax.lax.dynamic_slice_in_dim(t, i * many * tile, many * tile) for t in (v.token, slot_weight))
+        e = jax.lax.dynamic_slice_in_dim(v.expert, i * many, many)
+        by_tile = lambda t: t.reshape(many, tile, *t.shape[1:])
+        d_weight, d_rows, d_trained = jax.vmap(of_tile)(by_tile(x[tokens]), by_tile(w), by_tile(dy[tokens]), e)
+        dots = jax.lax.dynamic_update_slice_in_dim(dots, d_weight.reshape(-1), i * many * tile, 0)
+        grads = [g + d.sum(0) if g.ndim < d.ndim else g.at[e].add(d) for g, d in zip(grads, d_trained)]  # an A shared by all has no [E]
+        return dx.at[tokens].add(d_rows.reshape(many * tile, -1)), dots, grads
 
     start = jnp.zeros_like(x), jnp.zeros(v.token.size + 1, f32), [jnp.zeros_like(t) for t in _trained(experts)]
-    dx, dots, grads = jax.lax.fori_loop(0, v.tiles, visit, start)
+    dx, dots, grads = jax.lax.fori_loop(0, -(-v.tiles // many), visit, start)
     return dx[:-1], dots[v.slot].reshape(choice.shape), grads
 
 

@@ -61,8 +61,12 @@ METRICS = {
     "moe/load_max_over_mean": "tokens of the busiest expert over the mean expert's, mean over layers",
     "moe/load_shift_from_base": "total-variation distance of expert loads with the adapter from those without, mean over layers",
     "eval/accuracy": "held-out greedy accuracy, at the steps that evaluate",
+    "update/padding": "share of the update's packed tokens that hold none",
+    "update/microbatches": "forward and backward passes of an update",
+    "rollout/slots_used": "share of decoded tokens that a completion wanted; the rest are slots that waited",
+    "compilations": "programs that the step compiled, or read from the cache: 0 after the first steps",
     "time/rollout_s": "seconds of sampling",
-    "time/reward_s": "seconds of scoring the answers",
+    "time/reward_s": "seconds that the step waited for rewards once all was sampled: most are computed while the device samples",
     "time/update_s": "seconds of the training forward, backward and optimizer",
     "time/step_s": "seconds of the whole step",
     "time/eval_s": "seconds of evaluation",
@@ -155,8 +159,8 @@ def finished(workdir: str | os.PathLike, config: ConfigDict) -> bool:
 
 
 def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what the clock says: equal between two runs of one seed on one mesh."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+    """A row without what the clock and the compiler say: equal between two runs of one seed on one mesh."""
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/")) and k != "compilations"}
 
 
 class Monitor:

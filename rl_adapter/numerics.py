@@ -29,6 +29,7 @@ from rl_adapter.types import Array
 
 f32, i32 = jnp.float32, jnp.int32
 GROUPED = (((2,), (1,)), ((1,), (0,)))  # [M, G, k] x [G, k, N] -> [G, M, N]
+NARROW = 64  # features or outputs of a matrix that is narrow
 LIMIT = {8: 127, 16: 127 * 256 + 127}  # largest |q|: 16 bits are two int8 slices, q = 256 * high + low
 
 
@@ -50,6 +51,13 @@ def power_of_two_above(m: Array) -> Array:
     """The smallest power of two strictly above m >= 0, from the exponent bits; NaN where m is not finite."""
     exponent = jax.lax.bitcast_convert_type(jnp.maximum(m, 1e-20).astype(f32), i32) >> 23
     return jnp.where(jnp.isfinite(m), jax.lax.bitcast_convert_type((exponent + 1) << 23, f32), jnp.nan)
+
+
+def times_power_of_two(x: Array, s: Array) -> Array:
+    """x * s, exact, and computed once however often it is read: as a division (see above) by 1 / s. For a compiler the divisor differs
+    from element to element, or it would multiply by its reciprocal."""
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - jax.lax.bitcast_convert_type(s, i32), f32)
+    return x / jnp.where(x == x, jnp.where(jnp.isfinite(s), inverse, s), x)
 
 
 def fixed_point(x: Array, bits: int) -> tuple[Array, Array]:
@@ -105,7 +113,7 @@ def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
     if code_bits <= 5 and k <= 2 ** (17 - code_bits):
         return _contract_small(q, bits, codes, code_bits)
     # One dot over stacked slices: four small dots cost more than one of four times the size.
-    product = int8_dot(_stacked(q, bits, 0), _stacked(codes, code_bits, 2), GROUPED)
+    product = _digits_dot(q, bits, codes, code_bits)
     (m, n), (a, w) = (q.shape[0], codes.shape[2]), (product.shape[1] // q.shape[0], product.shape[2] // codes.shape[2])
     part = lambda i, j: product[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
     places = [sum(part(i, p - i) for i in range(a) if 0 <= p - i < w) for p in range(a + w - 1)]
@@ -115,21 +123,37 @@ def contract(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
     return total
 
 
-def _stacked(q: Array, bits: int, axis: int) -> Array:
-    """Integers as int8 slices of 8 bits, the highest first, one after another along `axis`; by selection from a broadcast, since XLA's
-    CPU backend concatenates element by element."""
+def _digits_dot(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
+    """The exact contraction of all digits of q with all of codes, int32 [G, digits * M, digits * N].
+
+    In int8, or on CPU, where a factor is as narrow as an adapter's rank and narrowing to int8 costs more than the dot, in float32.
+    """
+    k = codes.shape[1]
+    if small_integer_dots() and k <= 1024 and min(k, codes.shape[2]) <= NARROW:  # 1024 products of two digits stay below 2^24
+        a, w = _stacked(q, bits, 0), _stacked(codes, code_bits, 2)
+        return jnp.matmul(jnp.moveaxis(a, 1, 0), w, precision="highest").astype(i32)
+    return int8_dot(_stacked(q, bits, 0).astype(jnp.int8), _stacked(codes, code_bits, 2).astype(jnp.int8), GROUPED)
+
+
+def digits(q: Array, bits: int, axis: int) -> Array:
+    """Integers as float32 digits of 8 bits, the highest first, along a new axis; by selection from a broadcast, since XLA's CPU backend
+    concatenates element by element."""
     n = -(-bits // 8)
-    if n == 1:
-        return q.astype(jnp.int8)
-    rest = jnp.expand_dims(q.astype(i32), axis)
+    rest = jnp.expand_dims(q.astype(f32), axis)
+    axis %= rest.ndim
     index = jnp.arange(n).reshape([n if a == axis else 1 for a in range(rest.ndim)])
-    out = 0
+    out = 0.0
     for i in reversed(range(n)):  # from the lowest digit, balanced around 0; the highest takes what is left
-        high = (rest + 128) >> 8
-        digit = rest - (high << 8) if i else rest
-        out = jnp.where(index == i, digit, out)
+        high = jnp.floor((rest + 128) * (1 / 256)) if i else 0.0
+        out = jnp.where(index == i, rest - high * 256, out) if n > 1 else rest
         rest = high
-    return out.astype(jnp.int8).reshape(*(n * size if a == axis else size for a, size in enumerate(q.shape)))
+    return out
+
+
+def _stacked(q: Array, bits: int, axis: int) -> Array:
+    """`digits`, one after another along `axis`."""
+    out = digits(q, bits, axis)
+    return out.reshape(*(-1 if a == axis else size for a, size in enumerate(q.shape)))
 
 
 def _contract_small(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
@@ -138,7 +162,9 @@ def _contract_small(q: Array, bits: int, codes: Array, code_bits: int) -> Array:
         k = codes.shape[1]
         chunk = largest_divisor(k, 2 ** (26 - bits - code_bits))  # (bits - 1) + (code_bits - 1) + log2(chunk) <= 24
         codes = codes.astype(f32).reshape(-1, chunk, codes.shape[2])
-        partial = jnp.einsum("mck,ckn->cmn", q.reshape(q.shape[0], -1, chunk), codes, precision="highest")
+        # Groups in front before the product: XLA's CPU backend transposes the operand that it is given, and slowly.
+        q = jnp.moveaxis(q.reshape(q.shape[0], -1, chunk), 1, 0)
+        partial = jnp.matmul(q, codes, precision="highest")
         if chunk == k:
             return partial
         return jnp.sum(partial.reshape(-1, k // chunk, *partial.shape[1:]).astype(i32), 1).astype(f32)
@@ -152,19 +178,27 @@ def largest_divisor(n: int, limit: int) -> int:
     return max(d for d in range(1, min(n, limit) + 1) if n % d == 0)
 
 
-def sum_of_groups(d: Array, ratio: Array, sums: Array | None = None, bias: Array | None = None) -> Array:
-    """Sum over groups g of d [G, M, N] * ratio [G, N] (- sums [G, M, 1] * bias [G, N]), each term rounded once: int32 [M, N].
+def sum_of_groups(d: Array, ratio: Array) -> Array:
+    """Sum over groups g of d [G, M, N] * ratio [G, N], each term rounded once: int32 [M, N].
 
     Args:
-        d: contractions, and `sums` sums of the same integers, as float32.
-        ratio: the group's scale over the column's fixed-point unit, and `bias` likewise; no sum of terms may reach 2^31.
+        d: contractions, as float32.
+        ratio: the group's scale over the column's fixed-point unit; no sum of terms may reach 2^31.
     """
+    # Written out: a reduction inside a fusion does not run in vectors on CPU.
+    return sum(jnp.round(d[g] * ratio[g]).astype(i32) for g in range(d.shape[0]))
 
-    def term(g):
-        t = d[g] * ratio[g]
-        return jnp.round(t if bias is None else fence(t) - fence(sums[g] * bias[g])).astype(i32)
 
-    return sum(term(g) for g in range(d.shape[0]))  # written out: a reduction inside a fusion does not run in vectors on CPU
+def product_with_sums(q: Array, bits: int, bias: Array, unit: Array) -> Array:
+    """Sum over groups of (sum over k of q [M, G, k]) * bias [G, N], in units [N]: int32 [M, N].
+
+    A contraction over groups, with bias in 24 bits of fixed point: an elementwise product for each group would cost as much as the codes.
+    """
+    # Through int32, which holds 2^16 numbers of 16 bits: in f32 the order of a sum over a wide group would show.
+    sums = jnp.sum(q.astype(i32), -1)[:, None]  # [M, 1, G]
+    step = power_of_two_above(jnp.max(jnp.abs(bias), 0)) * 2.0**-23
+    total = contract(sums, bits + math.ceil(math.log2(q.shape[-1])), jnp.round(bias / step)[None], 24)[0]
+    return jnp.round(total * (step / unit)).astype(i32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_adapter import config as configs
-from rl_adapter import lora, quant
+from rl_adapter import engine, lora, quant, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
 from rl_adapter.hub.codecs import Codec, Quantization, Source, compressed_tensors, floats, fp8, mxfp4
 from rl_adapter.hub.files import DTYPES, Entry, weight_files
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Base, Numerics, PyTree, Spec
 
 GB = 10**9
@@ -227,47 +228,53 @@ def abstract_mesh(config: ConfigDict, devices: int) -> AbstractMesh:
     return AbstractMesh((data, m.expert, m.model), ("data", "expert", "model"), axis_types=(AxisType.Auto,) * 3)
 
 
-def cache_bytes(model: models.Model, prompts: int, group: int, t: int, c: int) -> int:
-    """Of the whole rollout: the prompts' keys once, each completion's its own."""
-    shapes = lambda *args: jax.eval_shape(lambda: models.keys_like(model, *args))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes(prompts, 1, t), shapes(prompts, group, c))))
-
-
 def need(spec: Spec, base: Base, config: ConfigDict, mesh: AbstractMesh) -> Need:
     """What a run of `config` takes of each device of `mesh`."""
     adapter_spec = lora.adapter_spec(config.adapter)
-    model = models.Model(spec, adapter_spec, Numerics(config.numerics, config.act_bits), None, config.remat)
+    model = models.Model(spec, adapter_spec, Numerics(config.numerics, config.act_bits, config.cache_bits), None, config.remat)
     r, o, rows, t = config.rollout, config.optimizer, meshes.row_shards(mesh), config.data.max_prompt_tokens
-    microbatch = r.prompts // (o.minibatches * o.accumulate)
-    meshes.check(mesh, spec, prompts=microbatch)
+    meshes.check(mesh, spec, prompts=r.prompts // o.minibatches)
     adapter = jax.eval_shape(lambda: lora.init(adapter_spec, base, jax.random.key(0)))
     adapters = on_device(adapter, meshes.adapter_shardings(mesh, adapter))
     examined = -(-min(config.eval.batch, config.eval.examples) // rows) * rows
-    cache = max(cache_bytes(model, p, g, t, r.max_new_tokens) for p, g in ((r.prompts, r.group), (examined, 1))) // rows
-    sampling = max(sampling_temporaries(model, base, mesh, p, g, t, r.max_new_tokens) for p, g in ((r.prompts, r.group), (examined, 1)))
+    laid_out = lambda p, group: engine.layout(engine.from_config(r), rows, p, t, Sampling(group, r.max_new_tokens, (), 0))
+    layouts = [laid_out(r.prompts, r.group), laid_out(examined, 1)]
+    cache = max(engine.cache_bytes(model, lay) for lay in layouts)
+    sampling = max(sampling_temporaries(model, base, mesh, lay, r.group) for lay in layouts)
     # The exact forward pass reads 16-bit copies of the adapter.
     copies = adapters // 2 if model.numeric.exact else 0
-    training = training_temporaries(model, base, mesh, microbatch, r.group, t, r.max_new_tokens)
-    gradients = adapters * (2 if o.accumulate == 1 else 3)
+    training = training_temporaries(
+        model, base, mesh, r.prompts // o.minibatches // rows, r.group, t, r.max_new_tokens, -(-o.microbatch_tokens // rows)
+    )
     spare = lambda x: int(x * (1 + SPARE))
     weights = on_device(base, meshes.base_shardings(mesh, base))
-    return Need(weights, adapters, 2 * adapters, cache, spare(sampling + copies), spare(training + gradients + copies))
+    return Need(weights, adapters, 2 * adapters, cache, spare(sampling + copies), spare(training + 3 * adapters + copies))
 
 
-def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p: int, group: int, t: int, c: int) -> int:
+def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, lay: engine.Layout, group: int) -> int:
     """Bytes that a rollout keeps in between on one device, beside its cache: the larger of prefill and a decoding step."""
-    rows = meshes.row_shards(mesh)
-    prefill = _block(model.spec, p / rows, t, t * t, p * t / mesh.shape["data"])
-    decode = _block(model.spec, p / rows, group, group * (t + c), p * group / mesh.shape["data"])
-    logits = 4 * p * group / rows * model.spec.vocab
-    return int(max(prefill, decode + COPIES * logits) + _multiplying(base, mesh))
+    spec, rows = model.spec, lay.shards
+    tiles, prompts = lay.tiles // rows, lay.prefill // rows
+    slots = tiles * lay.lanes
+    read = tiles * lay.prompt_pages + slots * lay.own_pages  # pages, of one layer
+    keys = engine.cache_bytes(model, dataclasses.replace(lay, pages=read)) / spec.layers
+    prefill = _block(spec, 1, lay.budget, prompts * lay.chunk**2, lay.budget * rows / mesh.shape["data"])
+    decode = _block(spec, 1, slots, read * lay.page, slots * rows / mesh.shape["data"]) + keys
+    logits = 4 * spec.vocab
+    return int(max(prefill + COPIES * logits * prompts * group, decode + COPIES * logits * slots) + _multiplying(base, mesh))
 
 
-def training_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, p: int, group: int, t: int, c: int) -> int:
-    """Bytes that the gradient of `p` prompts keeps in between on one device, beside the adapter's own."""
-    spec, rows, tokens = model.spec, meshes.row_shards(mesh), t + group * c
-    block = _block(spec, p / rows, tokens, t * t + group * c * (t + c), p * tokens / mesh.shape["data"])
-    saved = 4 * spec.layers * p / rows * tokens * spec.d_model + (0 if model.remat else spec.layers * block)
+def training_temporaries(
+    model: models.Model, base: Base, mesh: AbstractMesh, prompts: int, group: int, t: int, c: int, wanted: int = 0
+) -> int:
+    """Bytes that the gradient of a microbatch keeps in between on one device, beside the adapter's own; `prompts` of an update are its own,
+    and `wanted` tokens of a microbatch."""
+    spec, rows = model.spec, meshes.row_shards(mesh)
+    tokens, at_once = update.microbatch(prompts, t, group, c, wanted)
+    padded = 4 * COPIES * at_once * (t + group * c) * spec.heads * spec.head_dim
+    scores = at_once * (t * t + group * c * (t + c))
+    block = _block(spec, 1, tokens, scores, tokens * rows / mesh.shape["data"]) + padded
+    saved = 4 * spec.layers * tokens * spec.d_model + (0 if model.remat else spec.layers * block)
     logits = 4 * spec.vocab * max(16, 2**20 // spec.vocab)  # a chunk of rows, of which `token_logprobs` takes so many
     return int(saved + block + COPIES * logits + _multiplying(base, mesh))
 

@@ -322,7 +322,7 @@ def observe(session: sessions.Session, label: str, rows: Rows, batch: int) -> It
 def _observe(model: models.Model, base: Base, tokens: Array, lengths: Array, slots: Array) -> tuple[Array, Array, Array, Array]:
     p, t = tokens.shape
     at = jnp.broadcast_to(jnp.arange(t), (p, t))
-    attention = models.packed(model.numeric, lengths, t, 1)
+    attention = models.prefill(model.numeric, lengths)
     out = models.apply(model, base, None, tokens, at, at < lengths[:, None], attention, slots=slots)
     width = out.hidden.shape[-1]
     _, scored, _ = models.token_logprobs(model, base, None, out.hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1))

@@ -33,7 +33,8 @@ from rl_adapter import numerics
 from rl_adapter.types import Array, Numerics, PyTree
 
 f32 = jnp.float32
-ROWS, UNROLL = 128, 64  # rows, and groups, that are multiplied at once where there are groups
+ROWS, UNROLL = 128, 64  # rows, and groups at most, that are multiplied at once where there are groups
+CACHED = 2**14  # elements of a group's product from which on a CPU multiplies group by group
 FORMS = {"int4": (4, 0), "int4_g32": (4, 32), "int4_g128": (4, 128), "int8": (8, 0), "fixed16": (16, 0)}  # bits, group (0: the channel)
 
 
@@ -232,30 +233,28 @@ def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
     scale = scales(w)
     if groups == 1 and not w.bias:
         y = numerics.fence(numerics.contract(q, bits, unpack(w.form, w.qvalue), form.bits)[0] * scale[0])
-        return (y * s).reshape(*x.shape[:-1], n)
-    bias = w.bias[0].astype(f32) if w.bias else None
+        return numerics.times_power_of_two(y, s).reshape(*x.shape[:-1], n)
     # |sum over k of x w| <= k 2^(bits - 1) top, times 2 where a bias is subtracted from it.
     largest = jnp.max(scale, 0) * form.largest
-    if bias is not None:
+    if w.bias:
+        bias = w.bias[0].astype(f32)
         largest = 2 * jnp.maximum(largest, jnp.max(jnp.abs(bias), 0))
-    top = numerics.power_of_two_above(largest)
-    unit = top * 2.0 ** (math.ceil(math.log2(k)) + bits - 1 - 30)
+    unit = numerics.power_of_two_above(largest) * 2.0 ** (math.ceil(math.log2(k)) + bits - 1 - 30)
+    ratio = scale / unit
 
-    def sum_of_groups(q, qvalue, scale, bias):
-        d = numerics.contract(q, bits, unpack(w.form, qvalue), form.bits)
-        # Through int32, which holds 2^16 numbers of 16 bits: in f32 the order of a sum over a wide group would show.
-        sums = None if bias is None else jnp.sum(q.astype(jnp.int32), -1).T[..., None].astype(f32)  # [G, M, 1]
-        return numerics.sum_of_groups(d, scale / unit, sums, None if bias is None else bias / unit)
+    def products(q, qvalue, ratio):
+        return numerics.sum_of_groups(numerics.contract(q, bits, unpack(w.form, qvalue), form.bits), ratio)
 
     def rows(q):  # [M, G, k] -> int32 [M, N]
-        block = numerics.largest_divisor(groups, UNROLL)
+        block = _groups_at_once(groups, len(q) * n)
         if block == groups:
-            return sum_of_groups(q, w.qvalue, scale, bias)
-        split = lambda a: a.reshape(-1, block, *a.shape[1:])
-        blocks = jnp.moveaxis(q.reshape(len(q), -1, block, k // groups), 1, 0), split(w.qvalue), split(scale)
-        add = lambda total, part: (total + sum_of_groups(*part), None)
-        blocks += (None if bias is None else split(bias),)
-        return jax.lax.scan(add, jnp.zeros((len(q), n), jnp.int32), blocks)[0]
+            total = products(q, w.qvalue, ratio)
+        else:
+            split = lambda a: a.reshape(-1, block, *a.shape[1:])
+            blocks = jnp.moveaxis(q.reshape(len(q), -1, block, k // groups), 1, 0), split(w.qvalue), split(ratio)
+            add = lambda total, part: (total + products(*part), None)
+            total, _ = jax.lax.scan(add, jnp.zeros((len(q), n), jnp.int32), blocks)
+        return total - numerics.product_with_sums(q, bits, bias, unit) if w.bias else total
 
     # Some rows and groups at a time, or the products of all groups would be in memory together.
     m = len(q)
@@ -263,7 +262,15 @@ def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
         total = rows(q)
     else:
         total = jax.lax.map(rows, jnp.pad(q, ((0, -m % ROWS), (0, 0), (0, 0))).reshape(-1, ROWS, *q.shape[1:])).reshape(-1, n)[:m]
-    return (total.astype(f32) * unit * s).reshape(*x.shape[:-1], n)
+    return numerics.times_power_of_two(total.astype(f32) * unit, s).reshape(*x.shape[:-1], n)
+
+
+def _groups_at_once(groups: int, product: int) -> int:
+    """Groups whose products, of so many elements each, are in memory together. A CPU adds each to the sum while it is in its cache,
+    unless it is so small that starting an operation takes longer."""
+    if numerics.small_integer_dots() and product >= CACHED:
+        return 1
+    return numerics.largest_divisor(groups, UNROLL)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -52,15 +52,14 @@ def score(
     """
     if len(texts) != len(problems):
         raise ValueError(f"texts: found {len(texts)} for {len(problems)} problems, need one problem a text")
-    rewards, failures = np.zeros(len(texts), np.float32), [None] * len(texts)
-    for row, (text, problem) in enumerate(zip(texts, problems, strict=True)):
-        try:
-            value = float(reward(text, problem))
-        except Exception as error:  # whatever one sample provokes stays with that sample
-            failures[row] = f"{type(error).__name__}: {error}"[:200]
-            continue
-        if np.isfinite(value):
-            rewards[row] = value
-        else:
-            failures[row] = f"reward: found {value}, need a finite number"
-    return rewards, failures
+    found = [score_one(text, problem, reward) for text, problem in zip(texts, problems, strict=True)]
+    return np.array([value for value, _ in found], np.float32), [failure for _, failure in found]
+
+
+def score_one(text: str, problem: Problem, reward: Callable[[str, Problem], float] = exact_match) -> tuple[float, str | None]:
+    """The reward of one text, and None or why scoring failed: then the reward is 0."""
+    try:
+        value = float(reward(text, problem))
+    except Exception as error:  # whatever one sample provokes stays with that sample
+        return 0.0, f"{type(error).__name__}: {error}"[:200]
+    return (value, None) if np.isfinite(value) else (0.0, f"reward: found {value}, need a finite number")

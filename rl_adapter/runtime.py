@@ -6,12 +6,14 @@ import pathlib
 import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_compiled = 0
+_compiled, _compile_s = 0, 0.0
 
 
-def _on_event(event: str, *_, **__) -> None:
-    global _compiled  # JAX offers only process-wide listeners, which cannot be removed
-    _compiled += event == _COMPILE_EVENT
+def _on_event(event: str, seconds: float, **_) -> None:
+    global _compiled, _compile_s  # JAX offers only process-wide listeners, which cannot be removed
+    if event == _COMPILE_EVENT:
+        _compiled += 1
+        _compile_s += seconds
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)
@@ -20,6 +22,11 @@ jax.monitoring.register_event_duration_secs_listener(_on_event)
 def compilations() -> int:
     """Programs compiled, or read from the persistent cache, so far in this process. A step that adds some has recompiled."""
     return _compiled
+
+
+def compile_seconds() -> float:
+    """Seconds that these took so far."""
+    return _compile_s
 
 
 def cache_dir() -> pathlib.Path:

@@ -11,11 +11,12 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import lora, monitor, prompts, reward, rollout
+from rl_adapter import engine, lora, monitor, prompts, reward, rollout
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import chat, load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Numerics, Problem
 
 PROBE = 64  # tokens that an adapter is tried on
@@ -41,8 +42,7 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
     mesh = meshes.make(config.mesh.data, config.mesh.expert, config.mesh.model)
     checkpoint = load.open_checkpoint(configs.model_path(config))
     spec = checkpoint.spec
-    parts = config.optimizer.minibatches * config.optimizer.accumulate
-    meshes.check(mesh, spec, prompts=config.rollout.prompts // parts)
+    meshes.check(mesh, spec, prompts=config.rollout.prompts // config.optimizer.minibatches)
     context = config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if context > spec.max_positions:
         raise ValueError(
@@ -53,11 +53,15 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
     adapter = lora.adapter_spec(config.adapter)
     jax.eval_shape(lambda: lora.init(adapter, load.outline(checkpoint.described), jax.random.key(0)))  # refuses ranks that do not fit
     data = {split: open_data(config, tokenizer, split) for split in splits}
+    r = config.rollout
+    for held in data.values():  # refuses a cache that is too small
+        sizes = Sampling(r.group, r.max_new_tokens, (), 0)
+        engine.layout(engine.from_config(r), meshes.row_shards(mesh), r.prompts, held.length, sizes)
     initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
     with monitor.loading(f"loading {rich.markup.escape(checkpoint.path.name)}") as progress:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
-    model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits), mesh, config.remat)
+    model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
     session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial, data)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
@@ -86,11 +90,11 @@ def open_data(config: ConfigDict, tokenizer: tokenizers.Tokenizer, split: str) -
     return Data(problems, encoded, rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens))
 
 
-def sampling(config: ConfigDict, session: Session, greedy: bool = False) -> rollout.Sampling:
+def sampling(config: ConfigDict, session: Session, greedy: bool = False) -> Sampling:
     r, pad, stops = config.rollout, session.tokenizer.pad_id, stop_ids(config, session.tokenizer)
     if greedy:
-        return rollout.Sampling(1, r.max_new_tokens, stops, pad, temperature=0.0)
-    return rollout.Sampling(r.group, r.max_new_tokens, stops, pad, r.temperature, r.top_k, r.top_p)
+        return Sampling(1, r.max_new_tokens, stops, pad, temperature=0.0)
+    return Sampling(r.group, r.max_new_tokens, stops, pad, r.temperature, r.top_k, r.top_p)
 
 
 def stop_ids(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:

@@ -1,20 +1,24 @@
 """The loop: prompts -> rollout -> reward -> advantage -> loss and update -> checkpoint, a stage a line."""
 
+import collections
+import dataclasses
 import json
 import os
 import pathlib
 import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import advantage, checkpoint, evaluate, lora, loss, monitor, prompts, reward, rollout, runtime, update
+from rl_adapter import advantage, checkpoint, engine, evaluate, lora, loss, monitor, prompts, reward, rollout, runtime, update
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
-from rl_adapter.types import Rollout
+from rl_adapter.types import Problem, Rollout
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
@@ -55,13 +59,19 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             if base_accuracy is None or cursor["examples"] != examples:
                 base_accuracy = evaluation(config, session, eval_data, None, workdir / "eval_base.json")
             log.note(f"base accuracy {base_accuracy:.1%} on {examples} held-out problems")
-            for step in range(start, config.steps):
-                state, metrics = train_step(config, session, train_data, next(batches), state, tx, step, workdir)
+            latest = lambda: state
+            log.note(cache_note(config, session, train_data))
+            for step, scored, at_data, waited in rollouts(config, session, train_data, batches, latest, start):
+                began = time.monotonic()
+                state, metrics = learn(config, session, scored, state, tx, step, workdir)
+                metrics["time/step_s"] = waited + time.monotonic() - began
                 metrics["learning_rate"] = float(schedule(int(state.step) - 1))
                 if config.eval.every and (step + 1) % config.eval.every == 0:
                     metrics["eval/accuracy"] = evaluation(config, session, eval_data, state.adapter, None)
                 log.log(step, metrics)
-                at = {"data": batches.get_state(), "base_accuracy": base_accuracy, "examples": examples}
+                if metrics["compilations"]:
+                    log.note(f"compiled {metrics['compilations']} programs, {runtime.compile_seconds():.1f} s in all so far")
+                at = {"data": at_data, "base_accuracy": base_accuracy, "examples": examples}
                 saved.save(step + 1, state, at, force=step + 1 == config.steps)
             accuracy = evaluation(config, session, eval_data, state.adapter, workdir / "eval_adapter.json")
             saved.wait()
@@ -74,81 +84,164 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 "trained_parameters": lora.count(state.adapter),
                 "base_digest": session.digest,
                 "compilations": runtime.compilations(),
+                "compile_s": runtime.compile_seconds(),
             }
             log.finish(summary)
     return summary
 
 
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A step's completions, with what they earned."""
+
+    samples: Rollout
+    problems: list[Problem]  # B
+    texts: list[str]  # B
+    rewards: np.ndarray  # [P, G] f32
+    failures: list[str | None]  # B
+    counts: dict[str, int]  # of the engine's work
+    sampling_s: float
+    waiting_s: float  # for rewards, once all was sampled
+
+
 def train_step(config, session, data, indices, state, tx, step: int, workdir) -> tuple[update.State, dict]:
     """One batch of prompts, from rollout to update."""
-    times = [time.monotonic()]
-    model, base = session.model, session.base
-    samples = sample(config, session, data, indices, state.adapter, step)
-    jax.block_until_ready(samples)
-    times.append(time.monotonic())
-    problems = [data.problems[i] for i in indices for _ in range(config.rollout.group)]
-    texts = [session.tokenizer.decode(row) for row in rollout.completions(samples)]
-    rewards, failures = reward.score(texts, problems, sessions.reward_of(config))
-    rewards = rewards.reshape(len(indices), -1)
-    advantages = advantage.group_normalized(rewards, config.loss.advantage_eps)
-    keep_samples(workdir / "samples", step, texts, problems, rewards, failures)
-    times.append(time.monotonic())
+    return learn(config, session, sample(config, session, data, indices, state.adapter, step), state, tx, step, workdir)
+
+
+def learn(config, session, scored: Scored, state, tx, step: int, workdir) -> tuple[update.State, dict]:
+    """From rewards to the update."""
+    started, before = time.monotonic(), runtime.compilations()
+    model, samples = session.model, scored.samples
+    advantages = advantage.group_normalized(scored.rewards, config.loss.advantage_eps)
     cfg = loss.GRPO(config.loss.clip_low, config.loss.clip_high, config.loss.kl, config.loss.measure_kl)
-    parts, each = config.optimizer.minibatches, len(indices) // config.optimizer.minibatches
+    parts, each = config.optimizer.minibatches, len(samples.prompts) // config.optimizer.minibatches
     rows = meshes.rows(model.mesh)
+    previous = jax.tree.map(jnp.copy, state.adapter) if config.rollout.ahead else None  # an update takes the state's own
     updates = []
     for i in range(parts):
-        batch = samples if parts == 1 else update.take(samples, i * each, each)
-        a = jax.device_put(advantages[i * each : (i + 1) * each], rows)
-        state, m = update.update(model, tx, cfg, config.rollout.temperature, config.optimizer.accumulate, base, state, batch, a)
-        updates.append(jax.device_get(m))
-    times.append(time.monotonic())
-    metrics = combine(updates) | describe(samples, rewards, advantages, problems)
+        some = slice(i * each, (i + 1) * each)
+        batch = samples if parts == 1 else update.take(samples, some)
+        a = jax.device_put(advantages[some], rows)
+        tokens = config.optimizer.microbatch_tokens
+        state, m = update.update(model, tx, cfg, config.rollout.temperature, tokens, session.base, state, batch, a)
+        if not i:
+            keep_samples(workdir / "samples", step, scored)  # while the device works
+        updates.append(m)
+    state = state.replace(previous=previous)
+    updates = jax.device_get(updates)
+    updating_s = time.monotonic() - started
+    metrics = combine(updates, on_policy=not config.rollout.ahead) | describe(scored, advantages)
     check_finite(step, metrics, state)
-    seconds = np.diff(times)
     tokens = metrics["response/tokens"]
-    metrics |= {"time/rollout_s": seconds[0], "time/reward_s": seconds[1], "time/update_s": seconds[2], "time/step_s": times[-1] - times[0]}
-    metrics |= {"throughput/rollout_tokens_per_s": tokens / seconds[0], "throughput/update_tokens_per_s": tokens / seconds[2]}
-    return state, metrics
+    metrics |= {"time/rollout_s": scored.sampling_s, "time/reward_s": scored.waiting_s, "time/update_s": updating_s}
+    metrics |= {"throughput/rollout_tokens_per_s": tokens / scored.sampling_s, "throughput/update_tokens_per_s": tokens / updating_s}
+    return state, metrics | {"compilations": runtime.compilations() - before + scored.counts["compilations"]}
 
 
-def sample(config, session, data, indices, adapter, step: int) -> Rollout:
-    """The step's completions."""
+def rollouts(config, session, data, batches, state: Callable[[], update.State], start: int) -> Iterator[tuple[int, Scored, dict, float]]:
+    """For each step: its number, its completions, the data's cursor after it, and how many seconds it was waited for.
+
+    `rollout.ahead`: a step's completions are sampled while the update before it runs, by the adapter from before that update, which the
+    state keeps, so that a resumed run samples the same.
+    """
+    if not config.rollout.ahead:
+        for step in range(start, config.steps):
+            began = time.monotonic()
+            scored = sample(config, session, data, next(batches), state().adapter, step)
+            yield step, scored, batches.get_state(), time.monotonic() - began
+        return
+    with futures.ThreadPoolExecutor(1) as sampler:
+
+        def begin(step, adapter):
+            indices = next(batches)
+            adapter = jax.tree.map(jnp.copy, adapter)  # the update takes the state's own
+            return sampler.submit(sample, config, session, data, indices, adapter, step), batches.get_state()
+
+        pending, at = begin(start, state().previous)
+        for step in range(start, config.steps):
+            began = time.monotonic()
+            scored, cursor = pending.result(), at
+            waited = time.monotonic() - began
+            if step + 1 < config.steps:
+                pending, at = begin(step + 1, state().adapter)
+            yield step, scored, cursor, waited
+
+
+def cache_note(config, session, data) -> str:
+    """What the rollout's cache takes."""
+    r, shards = config.rollout, meshes.row_shards(session.model.mesh)
+    lay = engine.layout(engine.from_config(r), shards, r.prompts, data.length, sessions.sampling(config, session))
+    size = engine.cache_bytes(session.model, lay) / 1e6
+    return f"cache: {size:.1f} MB on each of {shards} row shards, {lay.pages * lay.page} tokens, for {lay.tiles * lay.lanes} slots in all"
+
+
+def sample(config, session, data, indices, adapter, step: int) -> Scored:
+    """The step's completions; each is scored as soon as it is finished, while the device decodes the others."""
+    started, compiled = time.monotonic(), runtime.compilations()
+    settings, group = sessions.sampling(config, session), config.rollout.group
     tokens, lengths = prompts.batch(data.encoded, indices, data.length, session.tokenizer.pad_id)
-    ids = np.array([data.problems[i].id for i in indices], np.int32)
-    placed = jax.device_put((tokens, lengths, ids), meshes.rows(session.model.mesh))
+    problems = [data.problems[i] for i in indices for _ in range(group)]
+    ids = [data.problems[i].id for i in indices]
     # A prompt that comes again in a later epoch gets other noise: the step is part of the seed.
-    seed = jnp.int32((config.seed * 1_000_003 + step) % 2**31)
-    settings = sessions.sampling(config, session)
-    return rollout.generate(session.model, settings, session.base, evaluate.prepare(session.model, adapter), *placed, seed)
+    seed = (config.seed * 1_000_003 + step) % 2**31
+    counts = collections.Counter()
+    prepared = evaluate.prepare(session.model, adapter)
+    texts, found = [""] * len(problems), [None] * len(problems)
+    reward_of = sessions.reward_of(config)
+
+    def scored(completion, row):
+        texts[row] = session.tokenizer.decode(completion.tokens.tolist())
+        found[row] = reward.score_one(texts[row], problems[row], reward_of)
+
+    jobs = []
+    with futures.ThreadPoolExecutor(1) as scorer:
+
+        def passing(completions):
+            for one in completions:
+                jobs.append(scorer.submit(scored, one, one.prompt * group + one.sample))
+                yield one
+
+        encoded = [data.encoded[i] for i in indices]
+        sizes = engine.from_config(config.rollout)
+        completions = rollout.stream(
+            session.model, settings, session.base, prepared, encoded, ids, seed, sizes, counts=counts, longest=data.length
+        )
+        samples = rollout.collect(session.model, settings, tokens, lengths, passing(completions))
+        sampled = time.monotonic()
+    waiting_s = time.monotonic() - sampled
+    for job in jobs:
+        job.result()  # raises what it raised
+    rewards = np.array([r for r, _ in found], np.float32).reshape(-1, group)
+    counts["compilations"] = runtime.compilations() - compiled
+    return Scored(samples, problems, texts, rewards, [f for _, f in found], counts, sampled - started, waiting_s)
 
 
 def place(session, state: update.State) -> update.State:
     return jax.device_put(state, meshes.adapter_shardings(session.model.mesh, state))
 
 
-def combine(updates: list[dict]) -> dict:
-    """Means over a step's updates. Sampling and training agree only before the first of them, so its mismatch is the step's."""
-    mean = {k: np.mean([u[k] for u in updates], 0).tolist() for k in updates[0]}
-    return (
-        mean
-        | {k: float(v) for k, v in updates[0].items() if k.startswith("mismatch/")}
-        | {"ratio/max": float(max(u["ratio/max"] for u in updates))}
-    )
+def combine(updates: list[dict], on_policy: bool) -> dict:
+    """Means over a step's updates. Sampling and training agree only before the first of them, so its mismatch is the step's; where the
+    adapter has moved on since sampling there is none to tell."""
+    mean = {k: np.mean([u[k] for u in updates], 0).tolist() for k in updates[0] if not k.startswith("mismatch/")}
+    mismatch = {k: float(v) for k, v in updates[0].items() if k.startswith("mismatch/")} if on_policy else {}
+    return mean | mismatch | {"ratio/max": float(max(u["ratio/max"] for u in updates))}
 
 
-def describe(samples: Rollout, rewards, advantages, problems) -> dict:
-    lengths, stopped = jax.device_get((samples.lengths, samples.stopped))
-    flat = rewards.reshape(-1)
+def describe(scored: Scored, advantages) -> dict:
+    lengths, stopped, drawn = jax.device_get((scored.samples.lengths, scored.samples.stopped, scored.samples.drawn))
+    flat, counts = scored.rewards.reshape(-1), scored.counts
     return {
         "reward/mean": float(flat.mean()),
         "reward/std": float(flat.std()),
-        "reward/mixed_groups": float((np.ptp(rewards, 1) > 0).mean()),
+        "reward/mixed_groups": float((np.ptp(scored.rewards, 1) > 0).mean()),
         "advantage/abs_mean": float(np.abs(advantages).mean()),
         "response/length": float(lengths.mean()),
         "response/truncated": float(1 - stopped.mean()),
-        "response/tokens": int(lengths.sum()),
-    } | {f"reward/kind/{kind}": value for kind, value in evaluate.by_kind(problems, flat).items()}
+        "response/tokens": int(drawn.sum()),
+        "rollout/slots_used": counts["decoded"] / max(1, counts["slot_steps"]),
+    } | {f"reward/kind/{kind}": value for kind, value in evaluate.by_kind(scored.problems, flat).items()}
 
 
 def check_finite(step: int, metrics: dict, state: update.State) -> None:
@@ -165,12 +258,12 @@ def _finite(tree) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
-def keep_samples(directory: pathlib.Path, step: int, texts, problems, rewards, failures) -> None:
+def keep_samples(directory: pathlib.Path, step: int, scored: Scored) -> None:
     """samples/STEP.jsonl: every completion with its reward. One file a step, so that a resumed run writes it again as it was."""
     directory.mkdir(parents=True, exist_ok=True)
     rows = (
         {"prompt": p.prompt, "completion": text, "answer": p.answer, "kind": p.kind, "reward": float(r), "failure": failure}
-        for text, p, r, failure in zip(texts, problems, rewards.reshape(-1), failures)
+        for text, p, r, failure in zip(scored.texts, scored.problems, scored.rewards.reshape(-1), scored.failures)
     )
     write_atomically(directory / f"{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 

@@ -90,12 +90,15 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How contractions and sums are computed: `mode` is "exact" or "float"; `act_bits` (8 or 16) matters in exact mode."""
+    """How contractions and sums are computed: `mode` is "exact" or "float"; the bits matter in exact mode."""
 
     mode: str = "exact"
     act_bits: int = 16
+    cache_bits: int = 0  # of keys and values in exact mode; 0: act_bits
 
     def __post_init__(self):
+        if self.cache_bits not in (0, 8, 16) or self.cache_bits > self.act_bits:
+            raise ValueError(f"cache_bits: found {self.cache_bits!r}, need 0 (as act_bits), 8 or 16, at most act_bits = {self.act_bits}")
         if self.mode not in ("exact", "float"):
             raise ValueError(f"numerics: found {self.mode!r}, need 'exact' or 'float'")
         if self.act_bits not in (8, 16):
@@ -104,6 +107,10 @@ class Numerics:
     @property
     def exact(self) -> bool:
         return self.mode == "exact"
+
+    @property
+    def key_bits(self) -> int:
+        return self.cache_bits or self.act_bits
 
 
 @struct.dataclass
@@ -159,6 +166,7 @@ class Rollout:
     prompts: Array  # [P, T] int32
     prompt_lengths: Array  # [P] int32
     tokens: Array  # [P, G, C] int32
+    drawn: Array  # [P, G, C] bool: by the policy; False for padding, and for what an environment added
     lengths: Array  # [P, G] int32
     stopped: Array  # [P, G] bool: ended by a stop token; else cut at C
     sampled_logprobs: Array  # [P, G, C] f32

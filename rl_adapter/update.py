@@ -3,15 +3,20 @@
 The forward pass inside the gradient is the sampler's: its logprobs are compared with the sampled ones at every step.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from rl_adapter import lora
+from rl_adapter import lora, packing
 from rl_adapter import loss as losses
+from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, PyTree, Rollout
 
@@ -23,6 +28,7 @@ class State:
     adapter: lora.Adapter
     optimizer: PyTree
     step: Array  # [] int32: updates done
+    previous: lora.Adapter | None = None  # the adapter before the last step's updates, where `rollout.ahead` samples with it
 
 
 def optimizer(cfg, updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -54,20 +60,40 @@ def packed_inputs(r: Rollout) -> tuple[Array, Array, Array]:
     return tokens, positions, jnp.concatenate([jnp.arange(t_) < r.prompt_lengths[:, None], fed], 1)
 
 
-def score(model: models.Model, base: Base, adapter: lora.Adapter | None, r: Rollout, temperature: float = 1.0):
-    """Logprobs of every completion token by one forward pass over packed rows.
+@struct.dataclass
+class Scores:
+    """Of every completion token, [P, G, C]; and experts and router as `models.Output` has them, experts padded [Ls, P, T + G * C, k]."""
 
-    Returns:
-        (tempered, scored, entropy) each [P, G, C], and the model's Output.
-    """
+    tempered: Array
+    scored: Array
+    entropy: Array
+    choices: Array
+    router: Array
+
+
+def score(model: models.Model, base: Base, adapter: lora.Adapter | None, r: Rollout, temperature: float = 1.0, size: int = 0) -> Scores:
+    """Logprobs of every completion token by one forward pass over packed tokens, `size` on each row shard (0: room for all padding)."""
     tokens, positions, valid = packed_inputs(r)
     (p_, t_), (_, g_, c_) = r.prompts.shape, r.tokens.shape
-    out = models.apply(model, base, adapter, tokens, positions, valid, models.packed(model.numeric, r.prompt_lengths, t_, g_))
-    last = jnp.take_along_axis(out.hidden, (r.prompt_lengths - 1)[:, None, None], 1)[:, None]
-    own = out.hidden[:, t_:].reshape(p_, g_, c_, -1)[:, :, :-1]
-    hidden = jnp.concatenate([jnp.broadcast_to(last, (p_, g_, *last.shape[2:])), own], 2)
-    logprobs = models.token_logprobs(model, base, adapter, hidden.reshape(p_ * g_ * c_, -1), r.tokens.reshape(-1), temperature)
-    return tuple(x.reshape(p_, g_, c_) for x in logprobs), out
+    shards = 1 if model.mesh is None else meshes.row_shards(model.mesh)
+    size = size or valid.size // shards
+    packed = packing.pack(valid, size, shards)
+    attention = models.packed(model.numeric, packed, r.prompt_lengths, t_, g_)
+    out = models.apply(model, base, adapter, packed.flat(tokens), packed.flat(positions), packed.used, attention)
+    # A completion token is told by what was fed before it: its own predecessor, or the prompt's last token.
+    own = t_ + jnp.arange(g_ * c_).reshape(g_, c_) - 1
+    before = jnp.where(jnp.arange(c_) > 0, own, (r.prompt_lengths - 1)[:, None, None])  # [P, G, C] in padded rows
+    told = packing.pack(
+        (jnp.arange(c_) < r.lengths[..., None]).reshape(p_, -1), min(size + p_ * g_ // shards, p_ * g_ * c_ // shards), shards
+    )
+    rows = jnp.arange(p_ // shards)[:, None] * (t_ + g_ * c_)
+    fed = before.reshape(shards, p_ // shards, -1) + rows  # in the shard's padded tokens
+    source = told.flat(jnp.take_along_axis(packed.place, fed.reshape(shards, -1), 1).reshape(p_, -1))
+    hidden = jnp.take_along_axis(out.hidden, source[..., None], 1)
+    targets = told.flat(r.tokens.reshape(p_, -1))
+    logprobs = models.token_logprobs(model, base, adapter, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), temperature)
+    padded = (told.spread(x.reshape(targets.shape)).reshape(p_, g_, c_) for x in logprobs)
+    return Scores(*padded, packing.spread_choices(packed, out.choices), out.router)
 
 
 def expert_loads(choices: Array, valid: Array, experts: int) -> Array:
@@ -78,63 +104,117 @@ def expert_loads(choices: Array, valid: Array, experts: int) -> Array:
     return jnp.zeros(layers * experts, jnp.float32).at[flat.reshape(-1)].add(weight.reshape(-1)).reshape(layers, experts)
 
 
-def _microbatch(model, base, cfg, temperature, adapter, r: Rollout, advantage: Array, tokens: Array):
-    """Loss of some prompts as their share of an update over `tokens` completion tokens, and sums for metrics."""
-    mask = jnp.arange(r.tokens.shape[-1]) < r.lengths[..., None]
-    (tempered, scored, entropy), out = score(model, base, lora.prepare(adapter, model.numeric), r, temperature)
+def _microbatch(model, base, cfg, temperature, size, adapter, r: Rollout, advantage: Array, tokens: Array):
+    """Loss of some prompts as their share of an update over `tokens` drawn tokens, and sums for metrics."""
+    mask = r.drawn
+    s = score(model, base, lora.prepare(adapter, model.numeric), r, temperature, size)
     reference = ref = None
     if cfg.kl or cfg.measure_kl:
-        (_, reference, _), ref = jax.lax.stop_gradient(score(model, base, None, r, 1.0))
-    total, sums = losses.grpo(cfg, tempered, r.tempered_logprobs, scored, reference, advantage, mask)
+        ref = jax.lax.stop_gradient(score(model, base, None, r, 1.0, size))
+        reference = ref.scored
+    total, sums = losses.grpo(cfg, s.tempered, r.tempered_logprobs, s.scored, reference, advantage, mask)
     _, _, valid = packed_inputs(r)
-    p_, t_ = r.prompts.shape
+    p_ = len(r.prompts)
     layers, _, group, c_, k = r.choices.shape
     sampled = jnp.concatenate([r.prompt_choices, r.choices.reshape(layers, p_, group * c_, k)], 2)
-    gap = jnp.where(mask, jnp.abs(scored - r.scored_logprobs), 0.0)
+    gap = jnp.where(mask, jnp.abs(s.scored - r.scored_logprobs), 0.0)
     sums |= {
-        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+        "entropy": jnp.sum(jnp.where(mask, s.entropy, 0.0)),
         "mismatch/mean_abs_logprob_diff": jnp.sum(gap),
-        "mismatch/expert_flips": jnp.sum((sampled != out.choices) & valid[None, ..., None]).astype(jnp.float32),
-        "loads": expert_loads(out.choices, valid, model.spec.experts),
+        "mismatch/expert_flips": jnp.sum((sampled != s.choices) & valid[None, ..., None]).astype(jnp.float32),
+        "loads": expert_loads(s.choices, valid, model.spec.experts),
     }
     if ref is not None:
         sums["base_loads"] = expert_loads(ref.choices, valid, model.spec.experts)
     largest = {
         "mismatch/max_abs_logprob_diff": jnp.max(gap),
-        "ratio/max": jnp.max(jnp.where(mask, jnp.exp(tempered - r.tempered_logprobs), 0.0)),
+        "ratio/max": jnp.max(jnp.where(mask, jnp.exp(s.tempered - r.tempered_logprobs), 0.0)),
     }
     return total / tokens, jax.lax.stop_gradient((sums, largest))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "tx", "cfg", "temperature", "accumulate"), donate_argnames=("state",))
-def update(
-    model: models.Model, tx: optax.GradientTransformation, cfg: losses.GRPO, temperature: float, accumulate: int, base: Base, state: State,
-    r: Rollout, advantage: Array,
-) -> tuple[State, dict[str, Array]]:  # fmt: skip
-    """One optimizer update on completions `r` with `advantage` [P, G], `accumulate` microbatches of prompts at a time.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Microbatches of an update: which prompts go together, and how much room they have."""
 
-    The loss is the mean over all completion tokens of the update, so that it does not depend on `accumulate`.
+    rows: np.ndarray  # [count, prompts] int32, prompts of the batch by microbatch; -1: none
+    size: int  # packed tokens of a microbatch on each row shard
+    padding: float  # share of the packed tokens that are none
+
+
+def microbatch(prompts: int, t: int, group: int, c: int, tokens: int) -> tuple[int, int]:
+    """Packed tokens, and prompts, of a microbatch on one row shard that has so many `prompts`. Both come from shapes alone, so no batch
+    compiles anew. The longest prompt with its group fits, and three times as many prompts as if all were the longest; where `tokens` are
+    asked for, memory is short, and it is twice as many: attention works on rows that are padded."""
+    longest = t + group * (c - 1)
+    size = min(max(longest, tokens or 2 * longest), prompts * longest)
+    return size, min(prompts, -(-(2 if tokens else 3) * size // longest))
+
+
+def plan(r: Rollout, shards: int, tokens: int = 0) -> Plan:
+    """Distribute the prompts of a batch over microbatches of at most `tokens` tokens (0: twice the longest that a prompt with its group
+    could be, on each row shard), so that few slots stay empty.
+
+    First-fit decreasing (Johnson 1973), each row shard for itself.
     """
-    tokens = jnp.maximum(jnp.sum(r.lengths), 1).astype(jnp.float32)
-    r_parts = _split(r, accumulate)
-    objective = jax.value_and_grad(functools.partial(_microbatch, model, base, cfg, temperature), has_aux=True)
+    (p_, t_), (_, g_, c_) = r.prompts.shape, r.tokens.shape
+    here = p_ // shards
+    size, most = microbatch(here, t_, g_, c_, -(-tokens // shards))
+    used = np.asarray(r.prompt_lengths) + np.sum(np.asarray(r.lengths) - 1, 1)
+    bins = [[] for _ in range(shards)]  # of each shard: lists of prompts
+    for shard in range(shards):
+        rows, room = bins[shard], []
+        for p in sorted(range(shard * here, (shard + 1) * here), key=lambda p: -used[p]):
+            at = next((i for i, left in enumerate(room) if left >= used[p] and len(rows[i]) < most), len(room))
+            if at == len(room):
+                rows.append([])
+                room.append(size)
+            rows[at].append(p)
+            room[at] -= used[p]
+    count = max(map(len, bins))
+    out = np.full((count, shards, most), -1, np.int32)
+    for shard, rows in enumerate(bins):
+        for i, prompts in enumerate(rows):
+            out[i, shard, : len(prompts)] = prompts
+    return Plan(out.reshape(count, -1), size, float(1 - used.sum() / (count * shards * size)))
 
-    def part(carry, inputs):
-        (value, (sums, largest)), grads = objective(state.adapter, *inputs, tokens)
+
+@functools.partial(jax.jit, static_argnames=("model", "tx", "cfg", "temperature", "size"), donate_argnames=("state",))
+def _update(
+    model: models.Model, tx: optax.GradientTransformation, cfg: losses.GRPO, temperature: float, size: int, base: Base, state: State,
+    r: Rollout, advantage: Array, rows: Array, count: Array,
+) -> tuple[State, dict[str, Array]]:  # fmt: skip
+    """`rows` [P, prompts]: prompts of each microbatch, of which the first `count` hold. The loop's length is no part of the program."""
+    tokens = jnp.maximum(jnp.sum(r.drawn), 1).astype(jnp.float32)
+    objective = jax.value_and_grad(functools.partial(_microbatch, model, base, cfg, temperature, size), has_aux=True)
+
+    def microbatch(i):
+        some = take(r.replace(stopped=None, sampled_logprobs=None), jnp.maximum(rows[i], 0))  # which nobody reads
+        there = rows[i] >= 0
+        some = some.replace(
+            prompt_lengths=jnp.where(there, some.prompt_lengths, 0),
+            lengths=jnp.where(there[:, None], some.lengths, 0),
+            drawn=some.drawn & there[:, None, None],
+        )
+        if model.mesh is not None:
+            behind = NamedSharding(model.mesh, P(None, meshes.ROWS))
+            put = lambda x: jax.lax.with_sharding_constraint(
+                x, behind if x is some.choices or x is some.prompt_choices else meshes.rows(model.mesh)
+            )
+            some = jax.tree.map(put, some)
+        return objective(state.adapter, some, advantage[jnp.maximum(rows[i], 0)], tokens)
+
+    def part(i, carry):
+        (value, (sums, largest)), grads = microbatch(i)
         total, total_sums, top, total_grads = carry
         add = functools.partial(jax.tree.map, jnp.add)
-        return (total + value, add(total_sums, sums), jax.tree.map(jnp.maximum, top, largest), add(total_grads, grads)), None
+        return total + value, add(total_sums, sums), jax.tree.map(jnp.maximum, top, largest), add(total_grads, grads)
 
-    inputs = (r_parts, advantage.reshape(accumulate, -1, advantage.shape[1]))
-    shapes = jax.eval_shape(objective, state.adapter, *jax.tree.map(lambda x: x[0], inputs), tokens)
     zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype))
-    (value, (sums, largest)), grads = zeros(shapes)
-    if accumulate == 1:
-        (value, sums, largest, grads), _ = part((value, sums, largest, grads), jax.tree.map(lambda x: x[0], inputs))
-    else:
-        (value, sums, largest, grads), _ = jax.lax.scan(part, (value, sums, largest, grads), inputs)
+    (value, (sums, largest)), grads = zeros(jax.eval_shape(microbatch, 0))
+    value, sums, largest, grads = jax.lax.fori_loop(0, count, part, (value, sums, largest, grads))
     updates, optimizer_state = tx.update(grads, state.optimizer, state.adapter)
-    new = State(optax.apply_updates(state.adapter, updates), optimizer_state, state.step + 1)
+    new = State(optax.apply_updates(state.adapter, updates), optimizer_state, state.step + 1, state.previous)
     loads, base_loads = sums.pop("loads"), sums.pop("base_loads", None)
     share = lambda x: x / jnp.maximum(jnp.sum(x, -1, keepdims=True), 1)
     flips = sums.pop("mismatch/expert_flips")
@@ -156,16 +236,24 @@ def update(
     return new, metrics
 
 
-def _split(r: Rollout, parts: int) -> Rollout:
-    """Along prompts into [parts, ...]; the experts' arrays have layers in front."""
-    front = lambda x: x.reshape(parts, -1, *x.shape[1:])
-    behind = lambda x: jnp.moveaxis(x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]), 1, 0)  # no -1: layers may be 0
-    split = jax.tree.map(front, r.replace(prompt_choices=None, choices=None))
-    return split.replace(prompt_choices=behind(r.prompt_choices), choices=behind(r.choices))
+def update(
+    model: models.Model, tx: optax.GradientTransformation, cfg: losses.GRPO, temperature: float, tokens: int, base: Base, state: State,
+    r: Rollout, advantage: Array,
+) -> tuple[State, dict[str, Array]]:  # fmt: skip
+    """One optimizer update on completions `r` with `advantage` [P, G], in microbatches of about `tokens` (see `plan`).
+
+    The loss is the mean over all drawn tokens of the update, so that it does not depend on how they are split.
+    """
+    planned = plan(
+        jax.device_get(r.replace(prompt_choices=None, choices=None)), 1 if model.mesh is None else meshes.row_shards(model.mesh), tokens
+    )
+    rows = np.full((len(r.prompts), planned.rows.shape[1]), -1, np.int32)
+    rows[: len(planned.rows)] = planned.rows
+    new, metrics = _update(model, tx, cfg, temperature, planned.size, base, state, r, advantage, rows, np.int32(len(planned.rows)))
+    return new, metrics | {"update/padding": planned.padding, "update/microbatches": len(planned.rows)}
 
 
-def take(r: Rollout, start: int, count: int) -> Rollout:
-    """The completions of `count` prompts from `start`."""
-    rows = slice(start, start + count)
-    rest = jax.tree.map(lambda x: x[rows], r.replace(prompt_choices=None, choices=None))
-    return rest.replace(prompt_choices=r.prompt_choices[:, rows], choices=r.choices[:, rows])
+def take(r: Rollout, prompts: Array | slice) -> Rollout:
+    """The completions of some prompts; the experts' arrays have layers in front."""
+    rest = jax.tree.map(lambda x: x[prompts], r.replace(prompt_choices=None, choices=None))
+    return rest.replace(prompt_choices=r.prompt_choices[:, prompts], choices=r.choices[:, prompts])

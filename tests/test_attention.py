@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from test_model import QUICK
+from quick import QUICK
 
 from rl_adapter import attention
 from rl_adapter.types import Numerics, Rope
 
 f32 = np.float32
-FLOAT, A16, A8 = Numerics("float"), Numerics("exact", 16), Numerics("exact", 8)
+FLOAT, A16, A8, KEYS8 = Numerics("float"), Numerics("exact", 16), Numerics("exact", 8), Numerics("exact", 16, cache_bits=8)
 P, G, T, C = 2, 3, 5, 4
 LENGTHS = np.array([5, 3])  # of the prompts
 
@@ -71,6 +71,7 @@ CASES = {
     "width of values": (Case(4, 2, 24, width=10), A16, 3e-4),
     "latent": (Case(4, 1, 24, latent=16, scale=0.3), A16, 3e-4),
     "latent, 8 bits": (Case(3, 1, 24, latent=16), A8, 8e-2),
+    "keys of 8 bits": (Case(4, 2, 24, width=10, sinks=True), KEYS8, 8e-2),
 }
 
 
@@ -105,7 +106,8 @@ def attend(q, shared, own, masks, rules, numeric):
 @pytest.mark.parametrize("name", CASES)
 def test_attend(name):
     """Float to 1e-6 of the largest value. Exact: q, k and the weighted v err by half a step each, so scores by about 2^-14 of the
-    product of a query's and a key's norm, and the output by that and 2^-15 of the largest value; with 8 bits, 2^8 times more."""
+    product of a query's and a key's norm, and the output by that and 2^-15 of the largest value; with 8 bits, also of keys and values
+    alone, 2^8 times more."""
     case, numeric, tolerance = CASES[name]
     expected = case.expected(case.q, case.shared, case.own)
     assert expected.shape == (*case.q.shape[:4], case.latent or case.shared[1].shape[-1])
@@ -121,9 +123,9 @@ def test_attend(name):
 
 def test_a_latent_is_kept_once():
     keys = attention.encode(np.ones((P, T, 1, 8), f32), None, A16)
-    assert keys.v is None and keys.v_scale is None and len(keys.k) == 2
+    assert keys.v is None and keys.v_scale is None and keys.k.shape == (P, 1, T, 2, 8)
     values, scale = keys.values(attention.Rules(1.0, latent=5))
-    assert [v.shape for v in values] == [(P, 1, T, 5)] * 2 and scale is keys.k_scale
+    assert values.shape == (P, 1, T, 2, 5) and scale is keys.k_scale
 
 
 def test_rules_within():

@@ -9,16 +9,17 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_model import QUICK
+from quick import QUICK, quickly
 from test_parity import GOLDEN, read
 from test_rollout import check_scores
 
-from rl_adapter import lora, quant, rollout, update
+from rl_adapter import evaluate, lora, quant, rollout, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import families
 from rl_adapter.hub.codecs import compressed_tensors, floats, fp8, ggml, gptq, mxfp4
 from rl_adapter.hub.load import open_checkpoint, plan
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Numerics
 
 A16 = Numerics("exact", 16)
@@ -41,7 +42,7 @@ CASES = {
 GRADIENTS = ("gpt_oss-mxfp4", "qwen2-awq")  # sinks, biases and experts; a dense model. Of latent attention: test_variants
 ONE = (1, 1, 1)
 P, G, T, C = 8, 2, 5, 7  # longer than the windows, which are of 4
-SAMPLING = rollout.Sampling(G, C, stop_ids=(3, 5, 11, 21), pad_id=0, temperature=0.7)
+SAMPLING = Sampling(G, C, stop_ids=(3, 5, 11, 21), pad_id=0, temperature=0.7)
 RNG = np.random.default_rng(0)
 LENGTHS = np.array([5, 1, 2, 4, 3, 5, 2, 4], np.int32)
 PROMPTS = RNG.integers(0, 64, (P, T)).astype(np.int32)
@@ -72,13 +73,10 @@ def place(name, shape):
 
 @functools.cache
 def sample(name, shape):
-    model, base, adapter, rows = place(name, shape)
-
-    def program(base, adapter, *inputs):
-        return rollout.generate(model, SAMPLING, base, lora.prepare(adapter, A16), *inputs, np.int32(5))
-
-    inputs = jax.device_put((PROMPTS, LENGTHS, np.arange(P, dtype=np.int32)), rows)
-    return jax.device_get(jax.jit(program, compiler_options=QUICK)(base, adapter, *inputs))
+    model, base, adapter, _ = place(name, shape)
+    with quickly():
+        r = rollout.generate(model, SAMPLING, base, evaluate.prepare(model, adapter), PROMPTS, LENGTHS, np.arange(P), 5)
+    return jax.device_get(r)
 
 
 @functools.cache
@@ -88,8 +86,8 @@ def score(name, shape):
     r = sample(name, ONE)
 
     def value(adapter, base, r, weights):
-        (tempered, scored, _), out = update.score(model, base, lora.prepare(adapter, A16), r, SAMPLING.temperature)
-        return (scored * weights).sum(), (tempered, scored, out.choices)
+        s = update.score(model, base, lora.prepare(adapter, A16), r, SAMPLING.temperature)
+        return (s.scored * weights).sum(), (s.tempered, s.scored, s.choices)
 
     program = jax.value_and_grad(value, has_aux=True) if name in GRADIENTS else lambda *args: (value(*args), None)
     weights = WEIGHTS * (np.arange(C) < r.lengths[..., None])

@@ -11,17 +11,20 @@ PACKAGE = ROOT / "rl_adapter"
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
     ("types", "files", "config", "runtime"),
-    ("environments", "mesh", "numerics"),
+    ("environments", "mesh", "numerics", "packing"),
     ("quant",),
     ("lora",),
     ("attention", "moe"),
+    ("cache",),
     ("model",),
-    ("hub", "loss"),  # the loss is a part of the update
-    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor", "plan"),  # the stages
-    ("session",),
+    ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
+    ("engine",),
+    ("scheduler",),
+    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
+    ("session", "plan"),
     ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {9}  # orchestration: a sweep calls train, train calls evaluate
+WITHIN = {12}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
 
 

@@ -13,12 +13,13 @@ import optax
 import pytest
 import reference
 
-from rl_adapter import lora, loss, moe, quant, rollout, update
+from rl_adapter import cache, engine, lora, loss, moe, quant, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Base, Layer, Numerics, Rollout
 
-P, G, T, C = 4, 12, 8, 8
+P, G, T, C = 4, 16, 8, 8
 TOKENS = P * G * C
 SCALAR_CODE = {"xla_backend_optimization_level": 0}  # cheaper machine code; buffers are those that users get
 
@@ -86,15 +87,29 @@ def test_float_buffers_finds_a_dequantized_layer():
 
 
 def test_the_sampler():
-    """Arguments by hand; temporaries smaller than the dequantized experts of one layer."""
+    """Arguments by hand; the cache is written where it lies; temporaries smaller than the dequantized experts of one layer."""
     spec = reference.tiny_spec(layers=3, d_model=128, experts=64, d_expert=96)
     base, base_bytes = shapes(spec, T + C)
-    sampling = rollout.Sampling(G, C, (1,), 0, temperature=0.7)
-    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    lowered = rollout.generate.lower(model_of(spec), sampling, base, None, i32((P, T)), i32((P,)), i32((P,)), i32(()))
-    memory = lowered.compile(compiler_options=SCALAR_CODE).memory_analysis()
-    assert memory.argument_size_in_bytes == base_bytes + 4 * (P * T + P + P + 1)
-    assert memory.temp_size_in_bytes < 4 * 3 * spec.experts * spec.d_model * spec.d_expert
+    model, sampling = model_of(spec), Sampling(G, C, (1,), 0, temperature=0.7)
+    lay = engine.layout(engine.Engine(page=4), 1, P, T, sampling)
+    pool, foretold = engine.cache_like(model, lay), engine.cache_bytes(model, lay)
+    struct = jax.ShapeDtypeStruct
+    i32 = functools.partial(struct, dtype=jnp.int32)
+    as_shapes = lambda table: jax.tree.map(lambda x: struct(x.shape, x.dtype), table)
+    table = lambda *shape: as_shapes(cache.empty_table(*shape))
+    chunk = {name: i32((P, T)) for name in ("tokens", "page", "slot")} | {name: i32((P,)) for name in ("lengths", "start", "ids")}
+    chunk |= {name: i32((P, G)) for name in ("samples", "drawn")}
+    rows = {name: i32((P, G)) for name in ("token", "drawn", "limit", "ids", "samples")} | {"live": struct((P, G), jnp.bool_)}
+    tables = table(P, lay.prompt_pages), table(P, G, lay.own_pages)
+    programs = (
+        (engine.prefill.lower(model, sampling, lay.budget, base, None, pool, chunk, (), i32(())), size(chunk)),
+        (engine.decode.lower(model, sampling, lay.steps, base, None, pool, rows, *tables, i32(()), i32(())), size((rows, tables)) + 4),
+    )
+    for lowered, others in programs:
+        memory = lowered.compile(compiler_options=SCALAR_CODE).memory_analysis()
+        assert memory.argument_size_in_bytes == base_bytes + foretold + others + 4
+        assert memory.alias_size_in_bytes == foretold
+        assert memory.temp_size_in_bytes < 4 * 3 * spec.experts * spec.d_model * spec.d_expert
     (layers,) = base.layers
     int4 = size([w.qvalue for w in (layers.gate, layers.up, layers.down)])
     assert int4 > base_bytes / 2  # so this was about experts
@@ -112,10 +127,13 @@ def step():
     i32, f32 = functools.partial(struct, dtype=jnp.int32), functools.partial(struct, dtype=jnp.float32)
     choices = lambda *shape: struct((spec.layers, P, *shape, spec.experts_per_token), jnp.int16)
     r = Rollout(
-        i32((P, T)), i32((P,)), i32((P, G, C)), i32((P, G)), struct((P, G), jnp.bool_), *(f32((P, G, C)),) * 3, choices(T), choices(G, C)
-    )
-    lowered = update.update.lower(model_of(spec), tx, loss.GRPO(0.2, 0.2, 0.1), 1.0, 1, base, state, r, f32((P, G)))
-    return spec, base_bytes, size((state, r)) + 4 * P * G, lowered.compile(compiler_options=SCALAR_CODE)
+        i32((P, T)), i32((P,)), i32((P, G, C)), struct((P, G, C), jnp.bool_), i32((P, G)), struct((P, G), jnp.bool_),
+        *(f32((P, G, C)),) * 3, choices(T), choices(G, C),
+    )  # fmt: skip
+    tokens, prompts = update.microbatch(P, T, G, C, 0)
+    planned = i32((P, prompts)), i32(())
+    lowered = update._update.lower(model_of(spec), tx, loss.GRPO(0.2, 0.2, 0.1), 1.0, tokens, base, state, r, f32((P, G)), *planned)
+    return spec, base_bytes, size((state, r, planned)) + 4 * P * G, lowered.compile(compiler_options=SCALAR_CODE)
 
 
 def test_arguments_of_a_step(step):
@@ -141,8 +159,11 @@ def test_no_array_of_tokens_by_vocabulary(step):
 
 @pytest.mark.parametrize("experts", (8, 256))
 @pytest.mark.parametrize("n", (1, 40))
-def test_work_grows_with_pairs(monkeypatch, n, experts):
-    """Rows that go through an expert's matrices, counted as they run: pairs, filled up to whole tiles of the experts that are hit."""
+@pytest.mark.parametrize("at_once", (0, moe.AT_ONCE))
+def test_work_grows_with_pairs(monkeypatch, n, experts, at_once):
+    """Rows that go through an expert's matrices, counted as they run: pairs, filled up to whole tiles of the experts that are hit, and
+    these to whole visits, where one takes several tiles."""
+    monkeypatch.setattr(moe, "AT_ONCE", at_once)
     k, d = 3, 32
     rng = np.random.default_rng(experts)
     w = quant.quantize(rng.normal(size=(experts, d, d)), "int4_g32")
@@ -151,7 +172,7 @@ def test_work_grows_with_pairs(monkeypatch, n, experts):
     linear = lora.linear
 
     def counted(x, *args):
-        jax.debug.callback(lambda rows=x.shape[0]: visits.append(rows))
+        jax.debug.callback(lambda _, rows=x.shape[0]: visits.append(rows), x[0, 0])
         return linear(x, *args)
 
     monkeypatch.setattr(lora, "linear", counted)
@@ -161,5 +182,8 @@ def test_work_grows_with_pairs(monkeypatch, n, experts):
     jax.effects_barrier()
     pairs, hit = n * k, len(np.unique(choice))
     rows = sum(visits) / 3  # three matrices an expert
-    assert pairs <= rows <= pairs + hit * max(visits)
-    assert max(visits) <= 128 and len(visits) <= 3 * pairs
+    tile = moe.tile_size(pairs, experts)
+    many = moe.tiles_at_once(experts_, tile, pairs, experts)
+    assert (many == 1) == (at_once == 0) and set(visits) == {tile} and tile <= 128
+    assert pairs <= rows <= pairs + (hit + many - 1) * tile
+    assert len(visits) <= 3 * (pairs + many - 1)

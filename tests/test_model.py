@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from quick import QUICK
 
 from rl_adapter import lora, numerics, update
 from rl_adapter import mesh as meshes
@@ -21,8 +22,6 @@ from rl_adapter.types import Numerics, Rollout
 
 f32 = np.float32
 FLOAT, A16 = Numerics("float"), Numerics("exact", 16)
-# To compile in a third of the time. One constant for all tests, so that it can go when these options do.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,8 @@ def completions(seed, spec, p, g, t, c):
     prompt_lengths[0], lengths[0, 0] = t, c
     zeros = [np.zeros((p, g, c), f32)] * 3
     choices = [np.zeros((spec.layers, p, *x, spec.experts_per_token), np.int16) for x in ((t,), (g, c))]
-    return Rollout(ids(p, t), prompt_lengths, ids(p, g, c), lengths, np.ones((p, g), bool), *zeros, *choices)
+    drawn = np.arange(c) < lengths[..., None]
+    return Rollout(ids(p, t), prompt_lengths, ids(p, g, c), drawn, lengths, np.ones((p, g), bool), *zeros, *choices)
 
 
 def masks(r):
@@ -131,8 +131,8 @@ def scorer(world, numeric, mesh=None, grads=False, adapted=True, **options):
     model, base = world.model(numeric, mesh), world.place(mesh)
 
     def value(adapter, base, r, weights):
-        (_, scored, entropy), out = update.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
-        return jnp.sum(jnp.where(weights != 0, scored * weights, 0)), (scored, entropy, out.choices)
+        s = update.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
+        return jnp.sum(jnp.where(weights != 0, s.scored * weights, 0)), (s.scored, s.entropy, s.choices)
 
     def program(adapter, base, r, weights):
         if grads:
@@ -220,7 +220,9 @@ def test_a_new_adapter_changes_nothing(odd):
         part = jax.tree.map(lambda x, p=p: x[p : p + 1], r.replace(prompt_choices=None, choices=None))
         pad = lambda x, n: np.concatenate([x, np.full((*x.shape[:-1], n), 7, x.dtype)], -1)
         tokens, logprobs = pad(part.tokens, 3), [pad(x, 3) for x in (part.sampled_logprobs,) * 3]
-        found = alone(None, Rollout(pad(part.prompts, 4), part.prompt_lengths, tokens, part.lengths, part.stopped, *logprobs, None, None))
+        drawn = np.pad(part.drawn, ((0, 0), (0, 0), (0, 3)))
+        longer = Rollout(pad(part.prompts, 4), part.prompt_lengths, tokens, drawn, part.lengths, part.stopped, *logprobs, None, None)
+        found = alone(None, longer)
         np.testing.assert_array_equal(found.logprobs[..., :4], whole.logprobs[p : p + 1])
         choices = found.choices
         own = choices[:, :, 9:].reshape(*choices.shape[:2], 2, 7, -1)[:, :, :, :4].reshape(*choices.shape[:2], 8, -1)

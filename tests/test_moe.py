@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from test_model import QUICK
+from quick import QUICK
 
 from rl_adapter import lora, moe, quant
 from rl_adapter import mesh as meshes

@@ -95,5 +95,5 @@ def test_tensorboard_has_the_keys_as_tags(tmp_path):
 
 
 def test_timeless_leaves_out_the_clock():
-    row = {"step": 1, "loss": 2.0, "time/step_s": 3.0, "throughput/rollout_tokens_per_s": 4.0}
+    row = {"step": 1, "loss": 2.0, "time/step_s": 3.0, "throughput/rollout_tokens_per_s": 4.0, "compilations": 5}
     assert monitor.timeless(row) == {"step": 1, "loss": 2.0}

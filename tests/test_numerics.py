@@ -193,25 +193,38 @@ def test_sum_of_probabilities_knows_no_padding_split_or_order(n):
         assert_same_bits(other, total[: len(other)])
 
 
-@pytest.mark.parametrize("biased", (False, True))
 @pytest.mark.parametrize("groups", (2, 7, 12))
-def test_sum_of_groups(groups, biased):
+def test_sum_of_groups(groups):
     """The integers that NumPy gives by rounding one term at a time, whatever the order of the groups and the rows beside."""
     rng = np.random.default_rng(groups)
-    d, sums = rng.integers(-(2**22), 2**22, (groups, 9, 13)).astype(f32), rng.integers(-(2**22), 2**22, (groups, 9, 1)).astype(f32)
-    ratio, bias = (2.0 ** rng.uniform(-9, 4, (2, groups, 13))).astype(f32)
+    d = rng.integers(-(2**22), 2**22, (groups, 9, 13)).astype(f32)
+    ratio = (2.0 ** rng.uniform(-9, 4, (groups, 13))).astype(f32)
     order = rng.permutation(groups)
-    ways = [(d, ratio, sums, bias), tuple(x[order] for x in (d, ratio, sums, bias)), (d[:, :1], ratio, sums[:, :1], bias)]
-    ways = [way if biased else way[:2] for way in ways]
+    ways = [(d, ratio), (d[order], ratio[order]), (d[:, :1], ratio)]
     total, *others = jax.jit(lambda ways: [numerics.sum_of_groups(*way) for way in ways])(ways)
     assert total.dtype == np.int32
     for other in others:
         np.testing.assert_array_equal(other, total[: len(other)])
-    terms = d * ratio[:, None]
-    if biased:
-        fenced = lambda x: (x.view(np.int32) & -2).view(f32)
-        terms = fenced(terms) - fenced(sums * bias[:, None])
-    np.testing.assert_array_equal(total, np.round(terms).astype(np.int64).sum(0))
+    np.testing.assert_array_equal(total, np.round(d * ratio[:, None]).astype(np.int64).sum(0))
+
+
+@pytest.mark.parametrize("n_bits", (8, 16))
+@pytest.mark.parametrize("groups", (1, 5, 48))
+def test_product_with_sums(groups, n_bits):
+    """Within the 24 bits of a bias, and the last rounding, of float64; whatever the order of groups, features and rows."""
+    rng = np.random.default_rng(groups)
+    limit = numerics.LIMIT[n_bits]
+    q = rng.integers(-limit, limit + 1, (9, groups, 32)).astype(f32)
+    bias = (rng.choice([-1, 1], (groups, 13)) * 2.0 ** rng.uniform(-3, 4, (groups, 13))).astype(f32)
+    unit = numerics.power_of_two_above(np.abs(bias).max(0)) * 2.0 ** (n_bits + 5 + 6 - 30)
+    order = rng.permutation(groups)
+    ways = [(q, bias), (q[:, order], bias[order]), (q[..., rng.permutation(32)], bias), (q[:1], bias)]
+    total, *others = jax.jit(lambda ways: [numerics.product_with_sums(x, n_bits, b, unit) for x, b in ways])(ways)
+    for other in others:
+        np.testing.assert_array_equal(other, total[: len(other)])
+    exact = np.einsum("mg,gn->mn", q.astype(np.float64).sum(-1), bias.astype(np.float64)) / np.asarray(unit, np.float64)
+    size = np.abs(q.astype(np.float64)).sum((1, 2))[:, None] * np.abs(bias).max(0) / np.asarray(unit, np.float64)
+    assert total.dtype == np.int32 and (np.abs(total - exact) <= 1 + size * 2.0**-22).all()
 
 
 # Contractions

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import QUICK
 
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
@@ -34,7 +35,6 @@ EXACT = {
 }
 RESCALED = {"deepseek_v3-fp8", "kimi_k2-fp8"}  # kv_b is FP8 on disk and, turned by head, 16-bit fixed point in memory (seen: 4e-4)
 LIBRARIES = ("torch", "transformers", "compressed_tensors", "gguf")
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
 
 
 def read(directory):

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import lora, loss, plan, update
+from rl_adapter import engine, lora, loss, plan, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Numerics, Rollout
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -145,16 +146,18 @@ def test_a_step_against_the_compiler():
     choice = lambda *shape: jax.ShapeDtypeStruct((spec.sparse_layers, p, *shape, spec.experts_per_token), jnp.int16, sharding=layers)
     i32, f32 = jnp.int32, jnp.float32
     r = Rollout(
-        row((p, t), i32), row((p,), i32), row((p, g, c), i32), row((p, g), i32), row((p, g), jnp.bool_),
+        row((p, t), i32), row((p,), i32), row((p, g, c), i32), row((p, g, c), jnp.bool_), row((p, g), i32), row((p, g), jnp.bool_),
         *(row((p, g, c), f32),) * 3, choice(t), choice(g, c),
     )  # fmt: skip
     base = placed(base, meshes.base_shardings(mesh, base))
-    lowered = update.update.lower(model, tx, loss.GRPO(0.2, 0.2, 0.0), 1.0, 1, base, state, r, row((p, g), f32))
+    tokens, prompts = update.microbatch(p // 2, t, g, c, -(-config.optimizer.microbatch_tokens // 2))
+    planned = placed((jax.ShapeDtypeStruct((p, 2 * prompts), i32), jax.ShapeDtypeStruct((), i32)), (meshes.replicated(mesh),) * 2)
+    lowered = update._update.lower(model, tx, loss.GRPO(0.2, 0.2, 0.0), 1.0, tokens, base, state, r, row((p, g), f32), *planned)
     memory = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
     # Whether completions stopped, and the sampled logprobs, are not read, so not passed; 4 bytes of each count.
     read = jax.tree.leaves(r.replace(stopped=None, sampled_logprobs=None)) + [row((p, g), f32)]
     batch = sum(x.size * x.dtype.itemsize for x in read) // 2
-    assert memory.argument_size_in_bytes == found.held + batch + 2 * 4
+    assert memory.argument_size_in_bytes == found.held + batch + 4 * (p * 2 * prompts + 1) + 2 * 4
     assert memory.temp_size_in_bytes < found.training < 4 * memory.temp_size_in_bytes
 
 
@@ -163,12 +166,14 @@ def test_a_step_against_the_compiler():
 def test_the_cache_is_that_of_the_sampler(family, numerics):
     spec = families.read_spec(GOLDEN / family)
     model = models.Model(spec, numeric=Numerics(numerics))
-    keys = models.keys_like(model, 2, 1, 5), models.keys_like(model, 2, 3, 7)
-    assert plan.cache_bytes(model, 2, 3, 5, 7) == sum(x.nbytes for x in jax.tree.leaves(keys))
+    lay = engine.layout(engine.Engine(slots=4, page=3), 2, 6, 5, Sampling(3, 7, (), 0))
+    keys = jax.tree.leaves(engine.cache_like(model, lay))
+    assert engine.cache_bytes(model, lay) == sum(x.size * x.dtype.itemsize for x in keys) / 2
     width = spec.head_dim * (1 if spec.mla else 2) * spec.kv_heads  # a latent is kept once
     scales = (1 if spec.mla else 2) * spec.kv_heads * 4
     each = width * 2 + scales if numerics == "exact" else width * 4
-    assert plan.cache_bytes(model, 2, 3, 5, 7) == spec.layers * (2 * 5 + 2 * 3 * 7) * each
+    # A shard's three prompts, of two pages each, two completions, of three, and the page that nobody reads.
+    assert engine.cache_bytes(model, lay) == spec.layers * (3 * 2 + 2 * 3 + 1) * 3 * each
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

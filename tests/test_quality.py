@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import rich.console
 import tokenizers
-from test_model import QUICK
+from quick import QUICK, quickly
 
 import launch
 from rl_adapter import config as config_lib
-from rl_adapter import prompts, quality, quality_show, rollout
+from rl_adapter import prompts, quality, quality_show
 from rl_adapter import session as sessions
 from rl_adapter.hub import load
 from rl_adapter.types import Numerics
@@ -25,9 +25,9 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 @pytest.fixture
 def quick(monkeypatch):
-    for module, name, static in ((quality, "_observe", "model"), (rollout, "generate", ("model", "sampling"))):
-        compiled = jax.jit(getattr(module, name).__wrapped__, static_argnames=static, compiler_options=QUICK)
-        monkeypatch.setattr(module, name, compiled)
+    monkeypatch.setattr(quality, "_observe", jax.jit(quality._observe.__wrapped__, static_argnames="model", compiler_options=QUICK))
+    with quickly():
+        yield
 
 
 def write_tokenizer(directory: pathlib.Path, shift: int = 0) -> None:

@@ -1,5 +1,6 @@
 """The sampler: the bits of scoring, completions that depend on nothing but their key, honest probabilities, stops."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -7,35 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from test_model import EVEN, ODD, QUICK, World
+from quick import QUICK, quickly
+from test_model import EVEN, ODD, World
 
-from rl_adapter import lora, rollout, update
+from rl_adapter import evaluate, lora, rollout, update
 from rl_adapter import mesh as meshes
+from rl_adapter.engine import Engine
+from rl_adapter.sampling import MASKED, Sampling, row_keys, sample, truncate, uniform
 from rl_adapter.types import Numerics
 
 f32 = np.float32
 FLOAT, A16, A8 = Numerics("float"), Numerics("exact", 16), Numerics("exact", 8)
 P, G, T, C = 8, 2, 6, 7
 STOPS, PAD = (3, 5, 11, 21, 30, 40), 47
-SAMPLING = rollout.Sampling(G, C, STOPS, PAD, temperature=0.7, top_k=20, top_p=0.9)
+SAMPLING = Sampling(G, C, STOPS, PAD, temperature=0.7, top_k=20, top_p=0.9)
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, T + 1, P).astype(np.int32)
 PROMPTS = np.where(np.arange(T) < LENGTHS[:, None], RNG.integers(0, 40, (P, T)), PAD).astype(np.int32)
 IDS = RNG.integers(0, 2**31, P).astype(np.int32)
 
 
-def sampler(world, numeric, sampling=SAMPLING, mesh=None, adapted=False, **options):
-    """A compiled (prompts, lengths, ids, seed, adapter) -> Rollout on the host."""
+def sampler(world, numeric, sampling=SAMPLING, mesh=None, quick=True):
+    """(prompts, lengths, ids, seed, adapter, options of `rollout.generate`) -> Rollout on the host."""
     model, base = world.model(numeric, mesh), world.place(mesh)
 
-    def program(base, adapter, *inputs):
-        return rollout.generate(model, sampling, base, lora.prepare(adapter, numeric) if adapted else None, *inputs)
-
-    program = jax.jit(program, **options)
-
-    def run(prompts=PROMPTS, lengths=LENGTHS, ids=IDS, seed=5, adapter=None):
-        rows = jax.device_put((prompts, lengths, ids), meshes.rows(mesh) if mesh else None)
-        return jax.device_get(program(base, adapter, *rows, np.int32(seed)))
+    def run(prompts=PROMPTS, lengths=LENGTHS, ids=IDS, seed=5, adapter=None, **options):
+        if adapter is not None:
+            adapter = evaluate.prepare(model, jax.device_put(adapter, meshes.adapter_shardings(model.mesh, adapter)))
+        with quickly() if quick else contextlib.nullcontext():
+            return jax.device_get(rollout.generate(model, sampling, base, adapter, prompts, lengths, ids, seed, **options))
 
     return run
 
@@ -45,9 +46,9 @@ def scores(world, numeric, r, adapter=None, temperature=1.0):
     model, base = world.model(numeric), world.place()
 
     def program(base, adapter, r):
-        (tempered, scored, _), out = update.score(model, base, None if adapter is None else lora.prepare(adapter, numeric), r, temperature)
+        s = update.score(model, base, None if adapter is None else lora.prepare(adapter, numeric), r, temperature)
         t = r.prompts.shape[1]
-        return tempered, scored, out.choices[:, :, :t], out.choices[:, :, t:].reshape(r.choices.shape)
+        return s.tempered, s.scored, s.choices[:, :, :t], s.choices[:, :, t:].reshape(r.choices.shape)
 
     return jax.device_get(jax.jit(program, compiler_options=QUICK)(base, adapter, r))
 
@@ -74,7 +75,7 @@ def same_bits(a, b, rows=slice(None), c=C):
 @pytest.fixture(scope="module")
 def generate():
     """The exact sampler with an adapter, as users get it."""
-    return sampler(EVEN, A16, adapted=True)
+    return sampler(EVEN, A16, quick=False)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_sampled_and_trained_bits_are_the_same(adapted):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_of_any_shape(seed):
-    """The same for random models, adapters, samplers and batches, with 8 bits and with 16."""
+    """The same for random models, adapters, samplers, batches and engines, with 8 bits and with 16."""
     rng = np.random.default_rng(seed)
     pick = lambda *choices: choices[rng.integers(len(choices))]
     kv, numeric, group = pick(1, 2, 3), (A8, A16)[seed], pick("attention", "experts", "router", "head")  # no layer is dense
@@ -117,9 +118,10 @@ def test_of_any_shape(seed):
     adapter_spec = lora.AdapterSpec(ranks, tuple((g, 3.0) for g in lora.GROUPS), pick(True, False), pick(True, False))
     world = World(seed, pick("int4", "int8"), adapter_spec, tuple((spec | {"norm_topk_prob": pick(True, False)}).items()))
     p, g, t, c = pick(1, 3, 5), pick(2, 3), pick(2, 7, 13), pick(5, 9)
-    sampling = rollout.Sampling(g, c, (1, 2, 3), 0, pick(0.7, 1.0, 1.3), pick(0, 5), pick(0.8, 1.0))
+    sampling = Sampling(g, c, (1, 2, 3), 0, pick(0.7, 1.0, 1.3), pick(0, 5), pick(0.8, 1.0))
     inputs = rng.integers(0, 31, (p, t)).astype(np.int32), rng.integers(1, t + 1, p).astype(np.int32), np.arange(p, dtype=np.int32)
-    r = sampler(world, numeric, sampling, adapted=True, compiler_options=QUICK)(*inputs, seed, world.adapter)
+    engine = Engine(pick(0, 1, 2, 4), pick(0, 1, 2), pick(1, 4, 16), pick(1, 2, 3, 5), pick(1, 4, 8), pick(1, 2))
+    r = sampler(world, numeric, sampling)(*inputs, seed, world.adapter, engine=engine)
     check_scores(r, *scores(world, numeric, r, world.adapter, sampling.temperature))
 
 
@@ -131,7 +133,7 @@ def test_completions_know_no_row(generate, adapted):
 def test_completions_know_no_company_and_no_padding(new):
     """A prompt alone, padded further, with room for longer completions, and without the adapter that changes nothing."""
     longer = dataclasses.replace(SAMPLING, max_new_tokens=C + 4)
-    alone = sampler(EVEN, A16, longer, compiler_options=QUICK)
+    alone = sampler(EVEN, A16, longer)
     padded = np.pad(PROMPTS, ((0, 0), (0, 5)), constant_values=PAD)
     for row in (0, 3):
         one = slice(row, row + 1)
@@ -139,7 +141,7 @@ def test_completions_know_no_company_and_no_padding(new):
 
 
 def test_completions_know_no_mesh(new):
-    same_bits(sampler(EVEN, A16, mesh=meshes.make(2, 2, 2), compiler_options=QUICK)(), new)
+    same_bits(sampler(EVEN, A16, mesh=meshes.make(2, 2, 2))(), new)
 
 
 def test_randomness_is_keyed(generate, adapted):
@@ -169,7 +171,7 @@ def test_stops(adapted, new):
         last = np.take_along_axis(r.tokens, r.lengths[..., None] - 1, 2)[..., 0]
         np.testing.assert_array_equal(np.isin(last, STOPS), r.stopped)
         assert (r.lengths[~r.stopped] == C).all() and (r.lengths >= 1).all()
-        assert (r.tokens[~mask] == PAD).all()
+        assert (r.tokens[~mask] == PAD).all() and (r.drawn == mask).all()
         for logprobs in (r.sampled_logprobs, r.tempered_logprobs, r.scored_logprobs):
             assert (logprobs[~mask] == 0).all() and (logprobs[mask] < 0).any() and (logprobs[mask] <= 0).all()
         assert (r.sampled_logprobs[mask] >= r.tempered_logprobs[mask]).all()  # truncation leaves less to share
@@ -181,9 +183,9 @@ def test_stops(adapted, new):
 
 def test_greedy_is_the_argmax_of_the_reference():
     """Token by token. The probability of what is certain is 1; scores are the policy's own."""
-    sampling = rollout.Sampling(1, 5, (), 0, temperature=0.0)
+    sampling = Sampling(1, 5, (), 0, temperature=0.0)
     rows = slice(0, 3)
-    r = sampler(ODD, FLOAT, sampling, compiler_options=QUICK)(PROMPTS[rows], LENGTHS[rows], IDS[rows])
+    r = sampler(ODD, FLOAT, sampling)(PROMPTS[rows], LENGTHS[rows], IDS[rows])
     for p, c in np.ndindex(3, 5):
         row = np.concatenate([r.prompts[p, : r.prompt_lengths[p]], r.tokens[p, 0, :c]])
         logprobs = reference.forward(ODD.spec, ODD.dense, row)[0][-1]
@@ -206,8 +208,8 @@ def test_samples_follow_the_sampled_probabilities(temperature, top_k, top_p):
     expected = np.zeros(7)
     expected[kept] = p[kept] / p[kept].sum()
 
-    n, s = 20_000, rollout.Sampling(1, 1, (), 0, temperature, top_k, top_p)
-    draw = jax.jit(lambda z, key: rollout.sample(jnp.broadcast_to(z, (n, 7)), jax.random.split(key, n), s, True))
+    n, s = 20_000, Sampling(1, 1, (), 0, temperature, top_k, top_p)
+    draw = jax.jit(lambda z, key: sample(jnp.broadcast_to(z, (n, 7)), jax.random.split(key, n), s, True))
     token, drawn, tempered, scored = jax.device_get(draw(z, jax.random.key(0)))
     found = {int(t): float(np.exp(drawn[token == t][0])) for t in np.unique(token)}
     assert sorted(found) == sorted(kept) and sum(found.values()) == pytest.approx(1, abs=1e-6)
@@ -221,7 +223,7 @@ def test_samples_follow_the_sampled_probabilities(temperature, top_k, top_p):
 
 def test_truncate_keeps_ties():
     z = np.array([[1, 3, 2, 2, 0], [5, 5, 5, 5, 5], [0, 0, 9, 0, 0]], f32)
-    kept = lambda **how: (np.asarray(rollout.truncate(jnp.asarray(z), **how)) > rollout.MASKED).astype(int).tolist()
+    kept = lambda **how: (np.asarray(truncate(jnp.asarray(z), **how)) > MASKED).astype(int).tolist()
     assert kept(top_k=2, top_p=1.0) == [[0, 1, 1, 1, 0], [1] * 5, [1] * 5]
     assert kept(top_k=9, top_p=1.0) == [[1] * 5] * 3
     assert kept(top_k=0, top_p=0.7) == [[0, 1, 1, 1, 0], [1] * 5, [0, 0, 1, 0, 0]]
@@ -230,10 +232,11 @@ def test_truncate_keeps_ties():
 
 def test_uniform_and_keys():
     """Multiples of 2^-24 strictly inside (0, 1), evenly spread; a key for each prompt, sample and position."""
-    keys = jax.jit(lambda: rollout.row_keys(jnp.int32(3), jnp.array([7, 8, 7]), 2, jnp.int32(5)))()
-    data = np.asarray(jax.random.key_data(keys)).reshape(6, -1)
-    assert len({tuple(k) for k in data.tolist()}) == 4 and (data[0] == data[4]).all()
-    u = np.asarray(jax.jit(lambda k: rollout.uniform(k, 50_000))(keys[:, :1]), np.float64)
+    prompts, samples, positions = np.array([[7, 0, 5], [7, 1, 5], [8, 0, 5], [8, 1, 5], [7, 0, 5], [7, 0, 6]]).T
+    keys = jax.jit(row_keys)(jnp.int32(3), prompts, samples, positions)
+    data = np.asarray(jax.random.key_data(keys))
+    assert len({tuple(k) for k in data.tolist()}) == 5 and (data[0] == data[4]).all()
+    u = np.asarray(jax.jit(lambda k: uniform(k, 50_000))(keys[:3, None]), np.float64)
     assert u.shape == (3, 1, 50_000) and (u > 0).all() and (u < 1).all() and (u * 2**24 % 2 == 1).all()
     np.testing.assert_allclose([u.mean(), u.std()], [0.5, 12**-0.5], rtol=0.01)
 
@@ -244,4 +247,4 @@ def test_bucket():
 
 def test_temperature_is_not_negative():
     with pytest.raises(ValueError, match="rollout.temperature: found -0.5, need 0"):
-        rollout.Sampling(1, 1, (), 0, temperature=-0.5)
+        Sampling(1, 1, (), 0, temperature=-0.5)

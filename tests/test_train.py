@@ -3,6 +3,7 @@
 All runs here share one configuration of shapes, so that it compiles once.
 """
 
+import collections
 import hashlib
 import json
 import pathlib
@@ -12,14 +13,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import jax
 import numpy as np
 import pytest
 import reference
+from quick import quickly
 
-from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, reward, runtime, train, update
+from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, reward, rollout, runtime, train, update
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.hub.save import save_checkpoint
@@ -50,15 +53,15 @@ def make_config(base: pathlib.Path, **changes):
     return config_lib.override(config_lib.default(), settings(base, **changes))
 
 
-def share_of_digits(texts, problems, *_):
+def share_of_digits(text, problem, *_):
     """A reward that a random model gets some of."""
-    return np.array([np.mean([c.isdigit() for c in text] or [0]) for text in texts], np.float32), [None] * len(texts)
+    return float(np.mean([c.isdigit() for c in text] or [0])), None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rewarded():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "score", share_of_digits)
+        patch.setattr(reward, "score_one", share_of_digits)
         yield
 
 
@@ -114,7 +117,8 @@ def test_a_run_logs_every_step_and_agrees_with_its_sampler(base, whole):
     for row in rows:
         assert not set(LOGGED) - row.keys()
         assert [v for k, v in row.items() if k.startswith("mismatch/")] == [0, 0, 0]
-        assert row["reward/std"] > 0 and row["grad_norm"] > 0
+        assert row["reward/std"] > 0 and row["grad_norm"] > 0 and row["update/microbatches"] >= 1 and 0 <= row["update/padding"] < 1
+        assert 0 < row["rollout/slots_used"] <= 1 and (row["compilations"] > 0) == (row["step"] == 0)
     assert rows[0]["kl/ref"] == 0 and rows[0]["moe/load_shift_from_base"] == 0, "a new adapter changes nothing"
     assert rows[-1]["kl/ref"] > 0 and rows[-1]["moe/load_shift_from_base"] > 1e-3
     found = json.loads((directory / "summary.json").read_text())
@@ -155,9 +159,9 @@ RUN = textwrap.dedent(
     sys.path.insert(0, "tests")
     import conftest, launch, test_train
     def slow(*args, **kwargs):
-        time.sleep(0.1)
+        time.sleep(0.01)
         return test_train.share_of_digits(*args, **kwargs)
-    test_train.reward.score = slow
+    test_train.reward.score_one = slow
     launch.main(["launch.py", *sys.argv[1:]])
     """
 )
@@ -186,6 +190,77 @@ def test_a_killed_run_resumes_to_the_bits_of_the_uninterrupted_one(base, whole, 
     train.run(make_config(base), tmp_path / "run")
     print(f"killed {delay:.3f} s after step {after}, with {reached} steps logged")
     assert_same_run(make_config(base), tmp_path / "run", whole[0])
+
+
+def bits(adapter):
+    return [x.tobytes() for x in jax.tree.leaves(jax.device_get(adapter))]
+
+
+def test_sampling_ahead_is_one_update_behind_and_resumes_too(base, tmp_path, monkeypatch):
+    """A step's completions are those of the adapter from before the updates of the step before it, also of the first step after a crash."""
+    config = make_config(base, **{"rollout.ahead": 1, "optimizer.minibatches": 2})
+    used, after = collections.defaultdict(list), {}
+    sample, learn, log = train.sample, train.learn, monitor.Monitor.log
+
+    def sampled(config, session, data, indices, adapter, step):
+        used[step].append(bits(adapter))
+        return sample(config, session, data, indices, adapter, step)
+
+    def learned(config, session, scored, state, tx, step, workdir):
+        after[step] = bits(state.adapter)  # so many steps
+        return learn(config, session, scored, state, tx, step, workdir)
+
+    def logged(self, step, metrics):
+        if step == 3 and len(used[3]) == 1:
+            raise RuntimeError("a crash")
+        return log(self, step, metrics)
+
+    monkeypatch.setattr(train, "sample", sampled)
+    monkeypatch.setattr(train, "learn", learned)
+    with quickly((update,)):
+        train.run(config, tmp_path / "whole")
+        used.clear()
+        monkeypatch.setattr(monitor.Monitor, "log", logged)
+        with pytest.raises(RuntimeError, match="a crash"):
+            train.run(config, tmp_path / "run")
+        assert last_state(config, tmp_path / "run")[0] == 3
+        train.run(config, tmp_path / "run")
+    assert_same_run(config, tmp_path / "run", tmp_path / "whole")
+    assert (tmp_path / "run/samples/000003.jsonl").read_bytes() == (tmp_path / "whole/samples/000003.jsonl").read_bytes()
+    assert len(used[3]) == 2 and sorted(used) == list(range(STEPS)) and len(set(map(tuple, after.values()))) == STEPS
+    for step, adapters in used.items():
+        assert all(adapter == after[max(0, step - 1)] for adapter in adapters), step
+    for row in monitor.rows(tmp_path / "run"):
+        assert not any(name.startswith("mismatch/") for name in row), "there is nothing to hold scoring against"
+
+
+def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
+    """And are those of scoring at the end; what goes wrong on the way is not lost."""
+    config = make_config(base)
+    session = sessions.open_session(config, "train")
+    adapter, scored, stream = sessions.init_adapter(config, session), threading.Event(), rollout.stream
+
+    def scoring(text, problem, *_):
+        scored.set()
+        return share_of_digits(text, problem)
+
+    def watched(*args, **kwargs):
+        for i, one in enumerate(stream(*args, **kwargs)):
+            assert i < 8 or scored.wait(60), "half of the completions are there, and none is scored"
+            yield one
+
+    monkeypatch.setattr(rollout, "stream", watched)
+    monkeypatch.setattr(reward, "score_one", scoring)
+    step = lambda: train.sample(config, session, session.data["train"], np.arange(4), adapter, 3)
+    found = step()
+    assert found.texts == [session.tokenizer.decode(row) for row in rollout.completions(found.samples)]
+    assert found.problems == [session.data["train"].problems[i] for i in range(4) for _ in range(4)]
+    rewards, failures = reward.score(found.texts, found.problems)
+    np.testing.assert_array_equal(found.rewards.reshape(-1), rewards)
+    assert found.failures == failures and len(set(rewards)) > 2
+    monkeypatch.setattr(type(session.tokenizer), "decode", lambda *_: {}["no text"])
+    with pytest.raises(KeyError, match="no text"):
+        step()
 
 
 @pytest.mark.parametrize("what", ["advantage", "state"])
@@ -246,6 +321,7 @@ def rename_architecture(base):
         ({"data.max_prompt_tokens": 4}, None, "data.max_prompt_tokens: found 4, need"),
         ({"rollout.max_new_tokens": 120}, None, "context: found 152 tokens .*need at most the model's 128 positions"),
         ({"context": 16}, None, "context: found 16, need 0 or at least"),
+        ({"rollout.cache_tokens": 32}, None, r"rollout.cache_tokens: found 32, need at least \d+: one prompt of \d+ tokens and .* of 8"),
         ({"data.train_path": "empty.jsonl"}, None, "data.train_path: found no problems in"),
         ({"data.eval_path": "/no/such.jsonl"}, None, "data.eval_path: found '/no/such.jsonl', which is no file"),
         ({"data.train_size": 2}, None, "rollout.prompts: found 4, need at most the 2 training problems"),

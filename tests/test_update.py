@@ -1,15 +1,16 @@
 """The update: its rows, its schedule, the loss that it descends, and all that it must leave alone."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import test_loss
 from ml_collections import ConfigDict
-from test_model import EVEN, QUICK, completions, masks
+from quick import QUICK, quickly
+from test_model import EVEN, completions, masks
 
 from rl_adapter import lora, loss, quant, update
 from rl_adapter.types import Numerics, Rollout
@@ -24,32 +25,40 @@ SMALLER = dataclasses.replace(EVEN, adapter_spec=lora.AdapterSpec((("router", 0)
 ADVANTAGE = np.random.default_rng(0).normal(size=(4, 2)).astype(f32)
 
 
-def compiled(world, numeric, r, accumulate=1):
-    """`update.update` by plain gradient descent: (state, rollout, advantage) -> state, metrics; its base; and a new state."""
-    base, tx = world.place(), optax.sgd(RATE)
-    state = lambda: jax.device_put(update.State(world.adapter, tx.init(world.adapter), np.int32(41)))
-    lowered = update.update.lower(world.model(numeric), tx, CFG, TEMPERATURE, accumulate, base, state(), r, ADVANTAGE)
-    run = lowered.compile(compiler_options=QUICK)
-    return lambda r, advantage=ADVANTAGE: jax.device_get(run(base, state(), jax.device_put(r), advantage)), base
+def updater(world, numeric, tokens=0):
+    """`update.update` by plain gradient descent, in microbatches of so many tokens: (rollout, advantage) -> state, metrics; its base."""
+    model, base, tx = world.model(numeric), world.place(), optax.sgd(RATE)
+
+    def run(r, advantage=ADVANTAGE):
+        state = jax.device_put(update.State(world.adapter, tx.init(world.adapter), np.int32(41)))
+        with quickly():
+            return jax.device_get(update.update(model, tx, CFG, TEMPERATURE, tokens, base, state, jax.device_put(r), advantage))
+
+    return run, base
+
+
+@functools.cache
+def scores(size):
+    """SMALL's (adapter, rollout) -> `update.Scores` by packed rows of `size`."""
+    model, base = SMALL.model(A16), SMALL.place()
+    score = lambda adapter, r: update.score(model, base, lora.prepare(adapter, A16), r, TEMPERATURE, size)
+    program = jax.jit(score, compiler_options=QUICK)
+    return lambda r: jax.device_get(program(SMALL.adapter, r.replace(prompt_choices=None, choices=None)))
 
 
 @pytest.fixture(scope="module")
 def on_policy():
     """Completions with what the sampler of the same adapter would have recorded of them."""
     r = completions(6, SMALL.spec, 4, 2, 6, 5)
-
-    def program(adapter, r):
-        (tempered, scored, _), out = update.score(SMALL.model(A16), SMALL.place(), lora.prepare(adapter, A16), r, TEMPERATURE)
-        return tempered, scored, out.choices.astype(jnp.int16)
-
-    tempered, scored, choices = jax.device_get(jax.jit(program, compiler_options=QUICK)(SMALL.adapter, r))
+    s = scores(0)(r)
+    choices = s.choices.astype(np.int16)
     experts = dict(prompt_choices=choices[:, :, :6], choices=choices[:, :, 6:].reshape(r.choices.shape))
-    return r.replace(tempered_logprobs=tempered, scored_logprobs=scored, **experts)
+    return r.replace(tempered_logprobs=s.tempered, scored_logprobs=s.scored, **experts)
 
 
 @pytest.fixture(scope="module")
-def exact(on_policy):
-    return compiled(SMALL, A16, on_policy)
+def exact():
+    return updater(SMALL, A16)
 
 
 # One update
@@ -68,8 +77,9 @@ def test_nothing_but_the_state_changes(exact, on_policy):
 
 
 def test_the_gradient_sees_the_samplers_bits(exact, on_policy):
-    """Inside `value_and_grad`, with rematerialization, the forward pass is the one that scored the completions."""
+    """Inside `value_and_grad`, with rematerialization and in microbatches, the forward pass is the one that scored the completions."""
     _, metrics = exact[0](on_policy)
+    assert metrics["update/microbatches"] > 1
     for name in ("mismatch/max_abs_logprob_diff", "mismatch/mean_abs_logprob_diff", "mismatch/expert_flips", "ratio/clipped"):
         assert metrics[name] == 0, name
     assert metrics["ratio/max"] == 1 and metrics["ratio/mean"] == 1
@@ -128,20 +138,94 @@ def test_it_descends_the_loss(exact, on_policy):
     assert metrics["moe/load_shift_from_base"] == pytest.approx(np.abs(share - base_share).sum(1).mean() / 2, rel=1e-5)
 
 
-def test_accumulation_cannot_be_seen(on_policy):
-    """1, 2 or 4 microbatches of prompts, whose completions differ in length: the same update to 1e-6, the same metrics."""
+def test_microbatches_cannot_be_seen(on_policy):
+    """One or more of them, of prompts whose completions differ in length: the same update to 1e-6, the same metrics."""
     mask, _ = masks(on_policy)
     assert len(set(mask.sum((1, 2)).tolist())) > 2
-    (state, metrics), *others = (compiled(SMALLER, FLOAT, on_policy, n)[0](on_policy) for n in (1, 2, 4))
+    (state, metrics), *others = (updater(SMALLER, FLOAT, tokens)[0](on_policy) for tokens in (4 * 14, 0, 1))
+    assert [metrics["update/microbatches"]] + [m["update/microbatches"] for _, m in others] == [1, 2, 3]
     for other, other_metrics in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other.adapter, state.adapter)
         for name, value in metrics.items():
-            np.testing.assert_allclose(other_metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+            if not name.startswith("update/"):
+                np.testing.assert_allclose(other_metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
     step = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.adapter, SMALLER.adapter)
     assert min(jax.tree.leaves(step)) > 1e-2
 
 
+def test_what_an_environment_added_is_no_sample(exact, on_policy):
+    """It is fed, but has no loss and is in no mean: what stands there for its logprobs is nobody's business."""
+    (row, sample), c = np.argwhere(on_policy.lengths > 3)[0], 1
+    drawn = on_policy.drawn.copy()
+    drawn[row, sample, c] = False
+    off = on_policy.tempered_logprobs.copy()
+    off[row, sample, c] = np.nan
+    state, metrics = exact[0](on_policy.replace(drawn=drawn, tempered_logprobs=off, scored_logprobs=off))
+    assert metrics["mismatch/max_abs_logprob_diff"] > 0  # tempered ones are no scored ones
+    state, metrics = exact[0](on_policy.replace(drawn=drawn, tempered_logprobs=off))
+    assert metrics["mismatch/max_abs_logprob_diff"] == 0 and metrics["ratio/mean"] == 1 and np.isfinite(metrics["loss"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.adapter))
+    a = np.broadcast_to(ADVANTAGE[..., None], drawn.shape)[drawn]
+    assert metrics["loss"] == pytest.approx(-a.mean() + CFG.kl * metrics["kl/ref"], rel=1e-4)
+
+
 # Its parts
+
+
+def test_packed_scores_are_those_with_room_for_all_padding(on_policy):
+    """To the bit: where not one slot is left over, where there are a few, and beside prompts that hold nothing."""
+    mask, valid = masks(on_policy)
+    empty = on_policy.replace(
+        prompt_lengths=on_policy.prompt_lengths * np.array([1, 0, 1, 1], np.int32), lengths=on_policy.lengths * (np.arange(4) != 1)[:, None]
+    )
+    for r in (on_policy, empty):
+        fed, expected = masks(r)[1], scores(0)(r)
+        for room in (0, 3):
+            found = scores(int(valid.sum()) + room)(r)
+            for name in ("tempered", "scored", "entropy"):
+                np.testing.assert_array_equal(getattr(found, name), np.where(masks(r)[0], getattr(expected, name), 0))
+            np.testing.assert_array_equal(found.choices[:, fed], expected.choices[:, fed])
+    np.testing.assert_array_equal(expected.scored[mask & (np.arange(4) != 1)[:, None, None]], found.scored[masks(empty)[0]])
+    assert len(np.unique(expected.scored)) > 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plan(seed):
+    """Every prompt once, on its own shard; no microbatch above its size; first fit, so that no two could be one; and sizes that come from
+    shapes alone."""
+    rng = np.random.default_rng(seed)
+    shards, here, t, g, c = rng.integers(1, 5), rng.integers(1, 9), *rng.integers(1, 20, 3)
+    p, tokens = shards * here, int(rng.choice([0, 1, rng.integers(1, 2000)]))
+    like = Rollout(np.zeros((p, t), int), None, np.zeros((p, g, c), int), *(None,) * 8)
+    random = lambda: like.replace(prompt_lengths=rng.integers(1, t + 1, p), lengths=rng.integers(1, c + 1, (p, g)))
+    r = random()
+    found = update.plan(r, shards, tokens)
+    count = len(found.rows)
+    rows, used = found.rows.reshape(count, shards, -1), r.prompt_lengths + (r.lengths - 1).sum(1)
+    assert sorted(found.rows[found.rows >= 0]) == list(range(p)) and count <= p and found.rows.dtype == np.int32
+    for shard in range(shards):
+        bins = [batch[batch >= 0] for batch in rows[:, shard]]
+        assert all(set(batch) <= set(range(shard * here, (shard + 1) * here)) for batch in bins)
+        sums = [used[batch].sum() for batch in bins]
+        assert max(sums) <= found.size
+        for i, batch in enumerate(bins):
+            for later in range(i + 1, len(bins)):
+                if len(bins[later]):
+                    assert len(batch) == rows.shape[2] or sums[i] + used[bins[later]].min() > found.size
+    longest = t + g * (c - 1)
+    assert longest <= found.size <= max(longest, -(-tokens // shards) or 2 * longest)
+    assert found.padding == pytest.approx(1 - used.sum() / (count * shards * found.size))
+    other = update.plan(random(), shards, tokens)
+    assert (other.size, other.rows.shape[1]) == (found.size, found.rows.shape[1])
+    assert (found.size, rows.shape[2]) == update.microbatch(here, t, g, c, -(-tokens // shards))
+
+
+def test_a_plan_of_full_rows():
+    """Where all are as long as can be, they go in one microbatch, in pairs, or each alone, without a slot left over."""
+    r = Rollout(np.zeros((8, 6), int), np.full(8, 6), np.zeros((8, 2, 5), int), None, np.full((8, 2), 5), *(None,) * 6)
+    for shards, tokens, count in ((1, 8 * 14, 1), (1, 10**9, 1), (1, 0, 4), (1, 1, 8), (2, 0, 2), (4, 1, 2), (2, 4 * 14, 2), (8, 0, 1)):
+        found = update.plan(r, shards, tokens)
+        assert (len(found.rows), found.padding) == (count, 0), (shards, tokens)
 
 
 def optimizer_config(**changes):
@@ -178,8 +262,8 @@ def test_packed_inputs():
     """A prompt, then its completions at the positions that follow it; the last token of each predicts nothing and is not fed."""
     logprobs = np.zeros((2, 2, 3), f32)
     r = Rollout(
-        np.array([[5, 6, 0], [7, 8, 9]]), np.array([2, 3]), np.arange(12).reshape(2, 2, 3) + 20, np.array([[3, 1], [2, 3]]),
-        np.ones((2, 2), bool), logprobs, logprobs, logprobs, None, None,
+        np.array([[5, 6, 0], [7, 8, 9]]), np.array([2, 3]), np.arange(12).reshape(2, 2, 3) + 20, np.ones((2, 2, 3), bool),
+        np.array([[3, 1], [2, 3]]), np.ones((2, 2), bool), logprobs, logprobs, logprobs, None, None,
     )  # fmt: skip
     tokens, positions, fed = update.packed_inputs(r)
     assert tokens.tolist() == [[5, 6, 0, 20, 21, 22, 23, 24, 25], [7, 8, 9, 26, 27, 28, 29, 30, 31]]
@@ -194,8 +278,10 @@ def test_expert_loads():
 
 
 def test_take(on_policy):
-    part = update.take(on_policy, 1, 2)
-    assert part.tokens.shape == (2, 2, 5) and part.choices.shape == (2, 2, 2, 5, 2) and part.prompt_choices.shape == (2, 2, 6, 2)
-    np.testing.assert_array_equal(part.scored_logprobs, on_policy.scored_logprobs[1:3])
-    np.testing.assert_array_equal(part.choices, on_policy.choices[:, 1:3])
-    np.testing.assert_array_equal(part.prompt_choices, on_policy.prompt_choices[:, 1:3])
+    for rows, same in ((slice(1, 3), slice(1, 3)), (np.array([3, 0]), [3, 0])):
+        part = update.take(on_policy, rows)
+        assert part.tokens.shape == (2, 2, 5) and part.choices.shape == (2, 2, 2, 5, 2) and part.prompt_choices.shape == (2, 2, 6, 2)
+        np.testing.assert_array_equal(part.scored_logprobs, on_policy.scored_logprobs[same])
+        np.testing.assert_array_equal(part.drawn, on_policy.drawn[same])
+        np.testing.assert_array_equal(part.choices, on_policy.choices[:, same])
+        np.testing.assert_array_equal(part.prompt_choices, on_policy.prompt_choices[:, same])

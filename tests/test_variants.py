@@ -10,12 +10,15 @@ import jax
 import numpy as np
 import pytest
 import reference
-from test_model import QUICK, completions, masks
+from quick import QUICK, quickly
+from test_model import completions, masks
 from test_moe import naive_route
 
-from rl_adapter import lora, quant, rollout, update
+from rl_adapter import evaluate, lora, quant, rollout, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
+from rl_adapter.engine import Engine
+from rl_adapter.sampling import Sampling
 from rl_adapter.types import Base, Layer, Mla, Numerics, Rope
 
 f32 = np.float32
@@ -209,8 +212,8 @@ class Family:
         """Compiled: rollout -> logprobs and choices, and where asked for the gradient of the logprobs' sum over what was sampled."""
 
         def value(adapter, base, r, mask):
-            (_, scored, _), out = update.score(self.model(numeric, mesh), base, lora.prepare(adapter, numeric), r)
-            return (scored * mask).sum(), (scored, out.choices)
+            s = update.score(self.model(numeric, mesh), base, lora.prepare(adapter, numeric), r)
+            return (s.scored * mask).sum(), (s.scored, s.choices)
 
         program = jax.value_and_grad(value, has_aux=True) if differentiate else lambda *args: (value(*args), None)
         program = jax.jit(program, compiler_options=QUICK)
@@ -269,17 +272,15 @@ def test_forward(name):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_sampled_and_trained_bits_are_the_same(name):
-    """Cached decoding against the packed pass of training, windows, sinks, latents and runs of layers and all."""
+    """Cached decoding against the packed pass of training, windows, sinks, latents and runs of layers and all: over chunks of prompts,
+    and pages that hold less than a window."""
     f = FAMILIES[name]
-    r, model, base = f.rollout, f.model(A16), f.place()
-    sampling = rollout.Sampling(2, 4, (3,), 0)
-
-    def program(base, adapter, prompts, lengths):
-        return rollout.generate(
-            model, sampling, base, lora.prepare(adapter, A16), prompts, lengths, np.arange(2, dtype=np.int32), np.int32(1)
+    r, model, sampling, engine = f.rollout, f.model(A16), Sampling(2, 4, (3,), 0), Engine(slots=3, page=2, chunk=2)
+    with quickly():
+        found = rollout.generate(
+            model, sampling, f.place(), evaluate.prepare(model, f.adapter), r.prompts, r.prompt_lengths, np.arange(2), 1, engine
         )
-
-    found = jax.device_get(jax.jit(program, compiler_options=QUICK)(base, f.adapter, r.prompts, r.prompt_lengths))
+    found = jax.device_get(found)
     scored, choices, _ = f.score(A16)(found)
     np.testing.assert_array_equal(scored, found.scored_logprobs * masks(found)[0])
     assert (found.lengths > 2).any() and found.choices.shape[0] == f.spec.sparse_layers

@@ -1,87 +1,83 @@
-"""Time of exact numerics against the float twin, in one run: rollout, scoring and a whole update, on the shipped base.
+"""Time of exact numerics against the float twin, and of an INT4 base against an INT8 one, in one run on the shipped base.
 
-    python -m experiments.benchmarks.exact_vs_float [--rounds=5] [--out=FILE]
+    python -m experiments.benchmarks.exact_vs_float [--rounds=5] [--prompts=16] [--out=FILE]
 
-Each measurement is the median over rounds in which the variants take turns, so that a busy machine burdens all of them; ratios are to
-the float twin of the same program. Completions run to full length (no stop token is reached), so that all variants do the same work.
+Variants take turns, so that a busy machine burdens all of them; a ratio is the median of those of the rounds. Completions run to full
+length (no stop token is drawn), so that all variants do the same work. The INT8 base is the shipped one, quantized again.
 """
 
 import dataclasses
-import json
-import statistics
-import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from rich.console import Console
-from rich.table import Table
 
-from rl_adapter import config as configs
-from rl_adapter import evaluate, loss, monitor, prompts, rollout, runtime, update
-from rl_adapter import session as sessions
+from experiments.benchmarks import common, measure
+from rl_adapter import runtime
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each variant, taken in turn")
-_OUT = flags.DEFINE_string("out", "", "file for the JSON result")
-_PROMPTS = flags.DEFINE_integer("prompts", 16, "prompts of a batch, 8 completions each")
-
-VARIANTS = {"float": ("float", 16), "exact A16": ("exact", 16), "exact A8": ("exact", 8)}
+FLAGS = flags.FLAGS
 
 
-def programs(numerics: str, act_bits: int) -> dict:
-    """Name -> function that runs one rollout, scoring pass or update to its end."""
-    c = configs.load_module("experiments/quickstart.py").get_config().unlock()
-    c.numerics, c.act_bits, c.rollout.prompts, c.mesh.data = numerics, act_bits, _PROMPTS.value, 1
-    session = sessions.open_session(c, "train")
-    data = session.data["train"]
-    model, base = session.model, session.base
-    adapter = jax.tree.map(lambda x: x + 0.01 * jax.random.normal(jax.random.key(x.size), x.shape), sessions.init_adapter(c, session))
-    prepared = evaluate.prepare(model, adapter)
-    tokens, lengths = prompts.batch(data.encoded, np.arange(_PROMPTS.value), data.length, session.tokenizer.pad_id)
-    ids = np.arange(_PROMPTS.value, dtype=np.int32)
-    endless = dataclasses.replace(sessions.sampling(c, session), stop_ids=(model.spec.vocab,))
-    tx, _ = evaluate.optimizer(c)
-    samples = rollout.generate(model, endless, base, prepared, tokens, lengths, ids, jnp.int32(0))
-    score = jax.jit(lambda base, adapter, r: update.score(model, base, adapter, r)[0])
-    cfg, advantage = loss.GRPO(c.loss.clip_low, c.loss.clip_high, c.loss.kl), jnp.ones(samples.lengths.shape)
+NUMERICS = {"float": "float", "exact A16": "a16", "exact A8": "a8"}
+PROGRAMS = ("rollout", "scoring", "update", "step")  # a step is rollout and update
+TO_FLOAT = {("exact A16", "rollout"): 1.0, ("exact A16", "step"): 1.1, ("exact A8", "rollout"): 0.8, ("exact A8", "step"): 0.8}  # at most
+TO_INT8 = 1.0  # at most, in exact numerics
 
-    def one_update():
-        state = evaluate.new_state(c, jax.tree.map(jnp.copy, adapter))
-        return update.update(model, tx, cfg, c.rollout.temperature, 1, base, state, samples, advantage)
 
-    return {
-        "rollout": lambda: rollout.generate(model, endless, base, prepared, tokens, lengths, ids, jnp.int32(0)),
-        "scoring": lambda: score(base, prepared, samples),
-        "update": one_update,
+def variants(prompts: int) -> dict[tuple[str, str], common.Variant]:
+    of = lambda form, numerics: common.Variant(model="", form=form, numerics=numerics, batch=prompts)
+    forms = {"INT4": "stored", "INT8": "int8"}
+    return {(form, name): of(stored, numerics) for form, stored in forms.items() for name, numerics in NUMERICS.items()}
+
+
+def measured(points: dict, rounds: int) -> dict[tuple, list[float]]:
+    """(form, numerics, program) -> seconds of each round."""
+    timers = {
+        (*key, name): lambda program=program: measure.timed(program)
+        for key, variant in points.items()
+        for name, program in common.programs(common.build(variant)).items()
     }
+    seconds = measure.in_turns(timers, rounds)
+    for key in points:
+        seconds[*key, "step"] = [a + b for a, b in zip(seconds[*key, "rollout"], seconds[*key, "update"])]
+    return seconds
+
+
+def ratios(seconds: dict[tuple, list[float]]) -> dict[str, dict]:
+    """To the float twin on the same base, and of INT4 to INT8 in the same numerics: value, and the goal where there is one."""
+    to_float, to_int8 = {}, {}
+    for name in NUMERICS:
+        for program in PROGRAMS:
+            mine = seconds["INT4", name, program]
+            if name != "float":
+                goal = TO_FLOAT.get((name, program))
+                to_float[f"{name} {program}"] = {"ratio": measure.ratio(mine, seconds["INT4", "float", program]), "goal": goal}
+            goal = TO_INT8 if name != "float" else None
+            to_int8[f"{name} {program}"] = {"ratio": measure.ratio(mine, seconds["INT8", name, program]), "goal": goal}
+    return {"to_float": to_float, "int4_to_int8": to_int8}
+
+
+def define_flags() -> None:
+    flags.DEFINE_integer("rounds", 5, "measurements of each variant, taken in turn")
+    flags.DEFINE_string("out", "", "file for the JSON result")
+    flags.DEFINE_integer("prompts", 16, "prompts of a batch, 8 completions each")
 
 
 def main(_):
     runtime.setup(0)
-    runs = {name: programs(*settings) for name, settings in VARIANTS.items()}
-    seconds = {(name, what): [] for name in runs for what in runs[name]}
-    for r in range(_ROUNDS.value + 1):
-        for name, what in seconds:
-            start = time.perf_counter()
-            jax.block_until_ready(runs[name][what]())
-            if r:  # the first round compiles
-                seconds[name, what].append(time.perf_counter() - start)
-    median = {key: statistics.median(values) for key, values in seconds.items()}
-    table = Table("program", *VARIANTS, *(f"{n} / float" for n in VARIANTS if n != "float"), title="seconds, median")
-    result = {"rounds": _ROUNDS.value, "prompts": _PROMPTS.value, "packages": monitor.versions(), "seconds": {}, "ratio": {}}
-    whole = {name: median[name, "rollout"] + median[name, "update"] for name in VARIANTS}
-    median |= {(name, "step (rollout + update)"): s for name, s in whole.items()}
-    for what in ("rollout", "scoring", "update", "step (rollout + update)"):
-        times = {name: median[name, what] for name in VARIANTS}
-        ratios = {name: times[name] / times["float"] for name in VARIANTS if name != "float"}
-        result["seconds"][what], result["ratio"][what] = times, ratios
-        table.add_row(what, *(f"{t:.3f}" for t in times.values()), *(f"{x:.2f}" for x in ratios.values()))
-    Console().print(table)
-    if _OUT.value:
-        with open(_OUT.value, "w") as f:
-            json.dump(result, f, indent=1)
+    about, points = measure.machine(), variants(FLAGS.prompts)
+    seconds = measured(points, FLAGS.rounds)
+    middle, found = measure.medians(seconds), ratios(seconds)
+    columns = ("program", *(f"{form} {name}" for form, name in points))
+    measure.show("seconds, medians", columns, [(p, *(middle[*key, p] for key in points)) for p in PROGRAMS])
+    for title, kind in (("time over the float twin's, INT4", "to_float"), ("time with an INT4 base over that with INT8", "int4_to_int8")):
+        met = lambda r: None if r["goal"] is None else r["ratio"] <= r["goal"]
+        rows = [(name, r["ratio"], r["goal"], met(r)) for name, r in found[kind].items()]
+        measure.show(title, ("numerics and program", "ratio", "goal, at most", "met"), rows)
+    result = {"machine": about, "rounds": FLAGS.rounds, "prompts": FLAGS.prompts, **found}
+    named = lambda values: {" ".join(key): value for key, value in values.items()}
+    shapes = {" ".join(key): dataclasses.asdict(v) for key, v in points.items()}
+    measure.write(FLAGS.out, result | {"variants": shapes, "seconds": named(middle), "all_seconds": named(seconds)})
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

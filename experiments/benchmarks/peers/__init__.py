@@ -1,0 +1,1 @@
+"""Peers measured beside this project: `python -m experiments.benchmarks.peers`."""
