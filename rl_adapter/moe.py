@@ -1,7 +1,8 @@
 """Routed experts without dropping and without density: token-expert pairs are sorted by expert and visited tile by tile.
 
-A tile is up to `TILE` pairs of one expert; a visit unpacks that one expert's weights, so cost grows with pairs (tokens x k), no
-array the size of a layer's dequantized experts exists, and no pair is ever cut by a capacity.
+A tile is a few pairs of one expert; a visit takes one tile, or several where experts are small, and unpacks the weights of their experts
+alone. So cost grows with pairs (tokens x k), no array the size of a large layer's dequantized experts exists, and no pair is ever cut by
+a capacity.
 
 Over a mesh each device visits the pairs of its own experts. Their weighted outputs are summed as integers, so the sum does not
 depend on which device computed what.

@@ -153,7 +153,7 @@ def measure(what: str, directory: pathlib.Path) -> dict:
         "dtype": _DTYPE.value,
         "experts": _EXPERTS.value or None,
         "accumulate": _ACCUMULATE.value,
-        "warm_up": 2 if what == "step" else 1,
+        "warm_up": 1,
     }
     path = directory / f"{what}.json"
     path.write_text(json.dumps(job))
