@@ -82,6 +82,11 @@ def _join(places: list[Array], a: int, n: int) -> Array:
     return sum(x.astype(f32) * 256.0 ** (a + n - 2 - place) for place, x in enumerate(places))
 
 
+def _largest(scores: list[Array], sinks: Array | None) -> Array:
+    """Over all segments, and the logit that belongs to no key: [P, K, G, r, M, 1]."""
+    return functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores] + ([] if sinks is None else [sinks]))
+
+
 def _tokens_first(x: Array) -> Array:
     """[P, K, G, r, M, d] -> [P, G, M, H, d]."""
     x = jnp.moveaxis(x, (1, 3), (3, 4))
@@ -105,12 +110,12 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], rules: Rules, num
         dot = functools.partial(jnp.einsum, precision="highest")
         scores = [dot(f"pkgrmd,{_letters(s)}tnd->pkgrmt", q, s.k) * rules.scale for s, _ in segments]
         scores = [jnp.where(m, s, -1e30) for m, s in zip(masks, scores)]
-        if sinks is not None:
-            scores.append(jnp.broadcast_to(sinks, (*scores[0].shape[:-1], 1)))
-        sizes = np.cumsum([s.shape[-1] for s in scores])[:-1]
-        parts = jnp.split(jax.nn.softmax(jnp.concatenate(scores, -1), -1), sizes, -1)
-        out = sum(dot(f"pkgrmt,{_letters(s)}tnd->pkgrmd", p, v) for p, (s, _), (v, _) in zip(parts, segments, values))
-        return _tokens_first(out)
+        # Of all segments together, without joining them: XLA's CPU backend concatenates element by element.
+        top = jax.lax.stop_gradient(_largest(scores, sinks))
+        p = [jnp.exp(s - top) for s in scores]
+        total = sum(jnp.sum(x, -1, keepdims=True) for x in p) + (0.0 if sinks is None else jnp.exp(sinks - top))
+        out = sum(dot(f"pkgrmt,{_letters(s)}tnd->pkgrmd", x, v) for x, (s, _), (v, _) in zip(p, segments, values))
+        return _tokens_first(out / total)
     bits, dot = numeric.act_bits, functools.partial(jnp.einsum, preferred_element_type=jnp.int32)
     a = bits // 8
     q_int, q_scale = numerics.fixed_point(q, bits)
@@ -120,7 +125,7 @@ def attend(q: Array, segments: tuple[tuple[Keys, Array], ...], rules: Rules, num
         places = _places(dot(f"pkgarmd,{_letters(s)}tnd->pkgarmtn", q_digits, s.k), a, -1)
         product = numerics.fence(_join(places, a, s.k.shape[-2]) * np.float32(rules.scale)) * (q_scale * _over_queries(s.k_scale))
         scores.append(jnp.where(mask, product, -1e30))
-    top = functools.reduce(jnp.maximum, [jnp.max(s, -1, keepdims=True) for s in scores] + ([] if sinks is None else [sinks]))
+    top = _largest(scores, sinks)
     p = [jnp.where(mask, numerics.exp(s - top), 0.0) for s, mask in zip(scores, masks)]
     total = numerics.sum_of_probabilities(p if sinks is None else [*p, numerics.exp(sinks - top)])
     weighted = [x * _over_queries(scale) for x, (_, scale) in zip(p, values)]  # exact: the scale is a power of two

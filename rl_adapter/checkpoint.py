@@ -85,8 +85,13 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, save_root_metadata=False, enable_async_checkpointing=True),
         )
         self._check_identity(json.loads(json.dumps(identity)), override)
-        if not read_only:
-            write_atomically(self._directory / "identity.json", json.dumps(identity, indent=1, sort_keys=True))
+        # Written once something of it is there: a resume that fails leaves the checkpoints to the run that they are of.
+        self._identity = None if read_only else json.dumps(identity, indent=1, sort_keys=True)
+
+    def _record_identity(self) -> None:
+        if self._identity is not None:
+            write_atomically(self._directory / "identity.json", self._identity)
+            self._identity = None
 
     def _check_identity(self, identity: dict, override: bool) -> None:
         path = self._directory / "identity.json"
@@ -121,6 +126,7 @@ class Checkpoints:
         if not due or step in self._manager.all_steps():
             return False
         self._checked.add(step)
+        self._record_identity()
         args = ocp.args.Composite(tree=ocp.args.StandardSave(_filled(_named(tree))), cursor=ocp.args.JsonSave(dict(cursor)))
         return self._manager.save(step, args=args, force=True)
 
@@ -170,6 +176,7 @@ class Checkpoints:
             jax.tree.structure(template),
             [restored.tree[name] if name in want else jnp.zeros(x.shape, x.dtype) for name, x in named.items()],
         )
+        self._record_identity()
         return tree, restored.cursor
 
     def wait(self) -> None:

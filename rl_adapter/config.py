@@ -22,6 +22,7 @@ ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
+ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
@@ -286,7 +287,8 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     """
     # The base is compared by its digest, not by where it lies.
     watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
-    fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched)}
+    batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
+    fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
     return fields | {"adapter.init": _digest(config.adapter.init)}
 
 

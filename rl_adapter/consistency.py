@@ -182,7 +182,7 @@ def decode(place: Place, sampling: Sampling, batch: Batch, seed: int) -> tuple[R
     """Sample with a cache, as the rollout does. Both on the host."""
     inputs = jax.device_put((batch.tokens, batch.lengths, batch.ids), meshes.rows(place.model.mesh))
     prepared = evaluate.prepare(place.model, place.adapter)
-    r = jax.device_get(rollout.generate(place.model, sampling, place.base, prepared, *inputs, seed))
+    r = jax.device_get(rollout.generate(place.model, sampling, place.base, prepared, *inputs, seed % 2**31))
     return r, Seen(r.tokens, r.scored_logprobs, r.prompt_choices, r.choices)
 
 

@@ -34,9 +34,9 @@ class Engine:
     cache_tokens: int = 0  # tokens that the cache holds, on each row shard; 0: as many as the slots may need
 
     def __post_init__(self):
-        for name in ("steps", "page", "chunk", "prefill"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name}: found {getattr(self, name)}, need at least 1")
+        for name, least in {"steps": 1, "page": 1, "chunk": 1, "prefill": 1, "slots": 0, "lanes": 0, "cache_tokens": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"rollout.{name}: found {getattr(self, name)}, need at least {least}")
 
 
 def from_config(c) -> Engine:
@@ -63,7 +63,8 @@ class Layout:
 
 def layout(engine: Engine, shards: int, prompts: int, t: int, sampling: Sampling) -> Layout:
     """For `prompts` of at most `t` tokens. Raises where the cache cannot hold a single completion."""
-    group, c, page = sampling.group, sampling.max_new_tokens, engine.page
+    group, c = sampling.group, sampling.max_new_tokens
+    page, steps = min(engine.page, max(t, c)), min(engine.steps, max(1, c - 1))
     slots = min(engine.slots or prompts * group, prompts * group)
     lanes = min(engine.lanes or (group if slots >= prompts * group else 1), group)
     tiles = -(-slots // (lanes * shards)) * shards
@@ -79,7 +80,7 @@ def layout(engine: Engine, shards: int, prompts: int, t: int, sampling: Sampling
     if pages < least:
         need = f"at least {least * page}: one prompt of {t} tokens and one completion of {c}, in pages of {page}"
         raise ValueError(f"rollout.cache_tokens: found {engine.cache_tokens}, need {need}")
-    return Layout(shards, tiles, lanes, engine.steps, page, prompt_pages, own_pages, chunk, prefill * shards, budget, min(pages, enough))
+    return Layout(shards, tiles, lanes, steps, page, prompt_pages, own_pages, chunk, prefill * shards, budget, min(pages, enough))
 
 
 def cache_like(model: models.Model, lay: Layout) -> Keys:

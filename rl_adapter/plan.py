@@ -261,6 +261,7 @@ def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, la
     prefill = _block(spec, 1, lay.budget, prompts * lay.chunk**2, lay.budget * rows / mesh.shape["data"])
     decode = _block(spec, 1, slots, read * lay.page, slots * rows / mesh.shape["data"]) + keys
     logits = 4 * spec.vocab
+    keys += lay.steps * slots * (20 + 2 * spec.sparse_layers * spec.experts_per_token)  # what a dispatch gives
     return int(max(prefill + COPIES * logits * prompts * group, decode + COPIES * logits * slots) + _multiplying(base, mesh))
 
 

@@ -34,7 +34,7 @@ from rl_adapter.types import Array, Numerics, PyTree
 
 f32 = jnp.float32
 ROWS, UNROLL = 128, 64  # rows, and groups at most, that are multiplied at once where there are groups
-CACHED = 2**14  # elements of a group's product from which on a CPU multiplies group by group
+CACHED = 2**14  # elements of a group's product above which a CPU multiplies group by group
 FORMS = {"int4": (4, 0), "int4_g32": (4, 32), "int4_g128": (4, 128), "int8": (8, 0), "fixed16": (16, 0)}  # bits, group (0: the channel)
 
 
@@ -268,7 +268,7 @@ def _forward(x: Array, w: PyTree, numeric: Numerics) -> Array:
 def _groups_at_once(groups: int, product: int) -> int:
     """Groups whose products, of so many elements each, are in memory together. A CPU adds each to the sum while it is in its cache,
     unless it is so small that starting an operation takes longer."""
-    if numerics.small_integer_dots() and product >= CACHED:
+    if numerics.small_integer_dots() and product > CACHED:
         return 1
     return numerics.largest_divisor(groups, UNROLL)
 

@@ -61,13 +61,7 @@ def stream(
     Raises:
         ValueError: a limit or the cache's size is out of range; before anything compiles.
     """
-    shape = len(prompts), sampling.group
-    limits = np.full(shape, sampling.max_new_tokens, np.int32) if limits is None else np.asarray(limits, np.int32)
-    if limits.shape != shape or limits.min(initial=1) < 1 or limits.max(initial=1) > sampling.max_new_tokens:
-        found = f"shape {limits.shape} with {limits.min(initial=1)} .. {limits.max(initial=1)}"
-        raise ValueError(f"limits: found {found}, need shape {shape} with 1 .. {sampling.max_new_tokens} tokens")
-    if not all(map(len, prompts)):
-        raise ValueError("prompts: found one of no token, need at least one")
+    limits = _checked(model, sampling, base, prompts, ids, seed, limits)
     shards = 1 if model.mesh is None else meshes.row_shards(model.mesh)
     lay = engines.layout(engine, shards, len(prompts), max(longest, *map(len, prompts)), sampling)
     counts = collections.Counter() if counts is None else counts
@@ -83,6 +77,26 @@ def stream(
             return
         work.collect(out)
         work.admit()
+
+
+def _checked(model, sampling, base, prompts, ids, seed, limits) -> np.ndarray:
+    """The limits, once all is checked."""
+    if not len(prompts) or not all(map(len, prompts)):
+        raise ValueError("prompts: found none, or one of no token, need at least one of at least one")
+    if len(ids) != len(prompts) or not all(0 <= i < 2**31 for i in (*ids, seed)):
+        raise ValueError(f"ids: found {len(ids)} for {len(prompts)} prompts, need one a prompt; ids, and seed, in 0 .. 2^31 - 1")
+    low, high = min(int(np.min(p)) for p in prompts), max(int(np.max(p)) for p in prompts)
+    if low < 0 or high >= model.spec.vocab:
+        raise ValueError(f"prompts: found token ids {low} .. {high}, need 0 .. {model.spec.vocab - 1}")
+    context = max(map(len, prompts)) + sampling.max_new_tokens
+    if base is not None and base.rope is not None and context > len(base.rope[0]):
+        raise ValueError(f"prompts: found {context} tokens with their completions, need at most the base's {len(base.rope[0])} positions")
+    shape = len(prompts), sampling.group
+    limits = np.full(shape, sampling.max_new_tokens, np.int32) if limits is None else np.asarray(limits)
+    if limits.shape != shape or limits.dtype.kind not in "iu" or limits.min() < 1 or limits.max() > sampling.max_new_tokens:
+        found = f"shape {limits.shape} with {limits.min(initial=1)} .. {limits.max(initial=1)}"
+        raise ValueError(f"limits: found {found}, need shape {shape} with 1 .. {sampling.max_new_tokens} tokens")
+    return limits
 
 
 def generate(

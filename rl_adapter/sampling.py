@@ -30,6 +30,9 @@ class Sampling:
     def __post_init__(self):
         if self.temperature < 0:
             raise ValueError(f"rollout.temperature: found {self.temperature}, need 0 (greedy) or more")
+        for name in ("group", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name}: found {getattr(self, name)}, need at least 1")
 
 
 def uniform(keys: Array, n: int) -> Array:

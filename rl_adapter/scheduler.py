@@ -78,7 +78,7 @@ class Scheduler:
         self.pool = cache.zeros(engine.cache_like(model, lay), model.mesh)
         self.queue = collections.deque(
             _Prompt(i, int(id_), _Context(-1, 0, text=text), collections.deque(range(sampling.group)), sampling.group)
-            for i, (text, id_) in enumerate(zip(prompts, ids))
+            for i, (text, id_) in enumerate(zip(prompts, ids, strict=True))
         )
         self.free = [list(range(lay.pages - 1, cache.TRASH, -1)) for _ in range(lay.shards)]  # pages of each shard
         self.promised = [0] * lay.shards  # pages that contexts at work may still ask for
@@ -252,14 +252,23 @@ class Scheduler:
     def _end_turn(self, row: _Row) -> None:
         """The policy has stopped: an environment may answer, or the completion is done."""
         self.live[row.at] = False
-        more = self.respond and self.respond(row.prompt.index, row.sample, np.array(row.tokens, np.int32))
-        if more is None or not len(more) or len(row.tokens) + len(more) >= row.limit:
+        more = self._answer(row) if self.respond else ()
+        if not len(more) or len(row.tokens) + len(more) >= row.limit:
             return self._finish(row)
         row.context.text = np.array([row.tokens[-1], *more], np.int32)  # the last token was drawn, not fed
         row.tokens += map(int, more)
         row.drawn += [False] * len(more)
         row.logprobs.append(np.zeros((len(more), 3), np.float32))
         self.prefilling.append(row)
+
+    def _answer(self, row: _Row) -> np.ndarray:
+        """What the environment adds; it is not trusted to be tokens."""
+        more = self.respond(row.prompt.index, row.sample, np.array(row.tokens, np.int32))
+        more = np.zeros(0, np.int32) if more is None or np.size(more) == 0 else np.asarray(more)
+        if more.ndim != 1 or more.dtype.kind not in "iu" or (more.size and not 0 <= more.min() <= more.max() < self.model.spec.vocab):
+            where = f"after sample {row.sample} of prompt {row.prompt.index}"
+            raise ValueError(f"respond: found {str(more)[:60]} {where}, need token ids in 0 .. {self.model.spec.vocab - 1}, or None")
+        return more
 
     def _finish(self, row: _Row) -> None:
         tile, lane = row.at

@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 
 import jax
@@ -59,12 +60,18 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             if base_accuracy is None or cursor["examples"] != examples:
                 base_accuracy = evaluation(config, session, eval_data, None, workdir / "eval_base.json")
             log.note(f"base accuracy {base_accuracy:.1%} on {examples} held-out problems")
-            latest = lambda: state
             log.note(cache_note(config, session, train_data))
-            for step, scored, at_data, waited in rollouts(config, session, train_data, batches, latest, start):
+            batch = functools.partial(next_batch, config, session, train_data, batches)
+            upcoming = []  # the next step's batch, where it is sampled while the update runs
+            for step in range(start, config.steps):
                 began = time.monotonic()
-                state, metrics = learn(config, session, scored, state, tx, step, workdir)
-                metrics["time/step_s"] = waited + time.monotonic() - began
+                scored, at_data = upcoming.pop() if upcoming else batch(state.previous if config.rollout.ahead else state.adapter, step)
+                meanwhile = None
+                if config.rollout.ahead and step + 1 < config.steps:
+                    adapter = jax.tree.map(jnp.copy, state.adapter)  # the update takes the state's own
+                    meanwhile = functools.partial(lambda adapter, step: upcoming.append(batch(adapter, step)), adapter, step + 1)
+                state, metrics = learn(config, session, scored, state, tx, step, workdir, meanwhile)
+                metrics["time/step_s"] = time.monotonic() - began
                 metrics["learning_rate"] = float(schedule(int(state.step) - 1))
                 if config.eval.every and (step + 1) % config.eval.every == 0:
                     metrics["eval/accuracy"] = evaluation(config, session, eval_data, state.adapter, None)
@@ -109,8 +116,17 @@ def train_step(config, session, data, indices, state, tx, step: int, workdir) ->
     return learn(config, session, sample(config, session, data, indices, state.adapter, step), state, tx, step, workdir)
 
 
-def learn(config, session, scored: Scored, state, tx, step: int, workdir) -> tuple[update.State, dict]:
-    """From rewards to the update."""
+def next_batch(config, session, data, batches, adapter, step: int) -> tuple[Scored, dict]:
+    """A step's completions, and the data's cursor after it."""
+    scored = sample(config, session, data, next(batches), adapter, step)
+    return scored, batches.get_state()
+
+
+def learn(
+    config, session, scored: Scored, state, tx, step: int, workdir, meanwhile: Callable[[], None] | None = None
+) -> tuple[update.State, dict]:
+    """From rewards to the update. `meanwhile` is done after the device has got its work and before anything waits for it: on one thread,
+    so that all devices of a mesh get programs in one order."""
     started, before = time.monotonic(), runtime.compilations()
     model, samples = session.model, scored.samples
     advantages = advantage.group_normalized(scored.rewards, config.loss.advantage_eps)
@@ -129,6 +145,9 @@ def learn(config, session, scored: Scored, state, tx, step: int, workdir) -> tup
             keep_samples(workdir / "samples", step, scored)  # while the device works
         updates.append(m)
     state = state.replace(previous=previous)
+    compiled = runtime.compilations() - before
+    if meanwhile:
+        meanwhile()
     updates = jax.device_get(updates)
     updating_s = time.monotonic() - started
     metrics = combine(updates, on_policy=not config.rollout.ahead) | describe(scored, advantages)
@@ -136,36 +155,7 @@ def learn(config, session, scored: Scored, state, tx, step: int, workdir) -> tup
     tokens = metrics["response/tokens"]
     metrics |= {"time/rollout_s": scored.sampling_s, "time/reward_s": scored.waiting_s, "time/update_s": updating_s}
     metrics |= {"throughput/rollout_tokens_per_s": tokens / scored.sampling_s, "throughput/update_tokens_per_s": tokens / updating_s}
-    return state, metrics | {"compilations": runtime.compilations() - before + scored.counts["compilations"]}
-
-
-def rollouts(config, session, data, batches, state: Callable[[], update.State], start: int) -> Iterator[tuple[int, Scored, dict, float]]:
-    """For each step: its number, its completions, the data's cursor after it, and how many seconds it was waited for.
-
-    `rollout.ahead`: a step's completions are sampled while the update before it runs, by the adapter from before that update, which the
-    state keeps, so that a resumed run samples the same.
-    """
-    if not config.rollout.ahead:
-        for step in range(start, config.steps):
-            began = time.monotonic()
-            scored = sample(config, session, data, next(batches), state().adapter, step)
-            yield step, scored, batches.get_state(), time.monotonic() - began
-        return
-    with futures.ThreadPoolExecutor(1) as sampler:
-
-        def begin(step, adapter):
-            indices = next(batches)
-            adapter = jax.tree.map(jnp.copy, adapter)  # the update takes the state's own
-            return sampler.submit(sample, config, session, data, indices, adapter, step), batches.get_state()
-
-        pending, at = begin(start, state().previous)
-        for step in range(start, config.steps):
-            began = time.monotonic()
-            scored, cursor = pending.result(), at
-            waited = time.monotonic() - began
-            if step + 1 < config.steps:
-                pending, at = begin(step + 1, state().adapter)
-            yield step, scored, cursor, waited
+    return state, metrics | {"compilations": compiled + scored.counts["compilations"]}
 
 
 def cache_note(config, session, data) -> str:

@@ -92,6 +92,12 @@ def test_other_identity_is_refused_by_field_unless_overridden(tmp_path):
     assert "jax" not in str(error.value)
     with Checkpoints(tmp_path, other, every=1, keep=2, override=True) as checkpoints:
         assert checkpoints.latest() == 3
+        with pytest.raises(ValueError, match="found extra = nothing"):
+            checkpoints.restore(3, make_tree() | {"extra": jnp.float32(0)})
+    with Checkpoints(tmp_path, IDENTITY, every=1, keep=2):  # what did not fit has taken nothing from the run that it was tried on
+        pass
+    with Checkpoints(tmp_path, other, every=1, keep=2, override=True) as checkpoints:
+        checkpoints.restore(3, make_tree())
     Checkpoints(tmp_path, other, every=1, keep=2).close()  # the new identity is the directory's now
 
 

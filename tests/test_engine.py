@@ -137,7 +137,7 @@ def test_limits_are_checked(limits):
 
 def test_a_prompt_of_no_token_is_refused():
     model, base, adapter = place()
-    with pytest.raises(ValueError, match="^prompts: found one of no token"):
+    with pytest.raises(ValueError, match="^prompts: found none, or one of no token"):
         next(rollout.stream(model, SAMPLING, base, adapter, [PROMPTS[0], PROMPTS[1][:0]], IDS[:2], 5))
 
 

@@ -12,6 +12,7 @@ Peers get the base's weights dequantized to float32 (llama.cpp the GGUF file its
 the logprobs of the likeliest tokens after every prompt. A peer that is not installed is left out, and named.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -93,7 +94,8 @@ class Worker:
         """The answer to a command; {} where there is none."""
         if self.error:
             return {}
-        print(json.dumps({"do": what}), file=self._process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as its answer will say
+            print(json.dumps({"do": what}), file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict:
@@ -106,11 +108,17 @@ class Worker:
     def close(self) -> None:
         if self._process is None:
             return
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+def _cpu() -> str:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _last_line(log: pathlib.Path) -> str:
@@ -203,7 +211,11 @@ def turns(what: str, variants: dict[str, ours.Variant], workers: dict[str, Worke
         for name, worker in workers.items():
             if answer := worker.ask(what):
                 rounds[name].append(answer | {"load": os.getloadavg()[0]})
-        print(f"{what}: round {number + 1}: " + "  ".join(f"{n} {r[-1]['seconds']:.2f} s" for n, r in rounds.items() if r), flush=True)
+        print(
+            f"{what}: round {number + 1}, seconds/CPU seconds: "
+            + "  ".join(f"{n} {r[-1]['seconds']:.2f}/{r[-1]['cpu_seconds']:.2f}" for n, r in rounds.items() if r),
+            flush=True,
+        )
     return rounds
 
 
@@ -259,7 +271,7 @@ def main(_):
             raise app.UsageError(f"--{flag}: found {wrong[0]!r}, need some of {', '.join(known)}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _THREADS.value])  # of all processes: children inherit it
     runtime.setup(0)
-    machine = {"cpu": platform.machine(), "cores": sorted(os.sched_getaffinity(0)), "load_before": os.getloadavg()}
+    machine = {"cpu": _cpu(), "cores": sorted(os.sched_getaffinity(0)), "load_before": os.getloadavg()}
     result = {"model": _MODEL.value, "rounds": _ROUNDS.value, "machine": machine}
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
