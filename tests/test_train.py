@@ -206,9 +206,9 @@ def test_sampling_ahead_is_one_update_behind_and_resumes_too(base, tmp_path, mon
         used[step].append(bits(adapter))
         return sample(config, session, data, indices, adapter, step)
 
-    def learned(config, session, scored, state, tx, step, workdir):
+    def learned(config, session, scored, state, tx, step, *rest):
         after[step] = bits(state.adapter)  # so many steps
-        return learn(config, session, scored, state, tx, step, workdir)
+        return learn(config, session, scored, state, tx, step, *rest)
 
     def logged(self, step, metrics):
         if step == 3 and len(used[3]) == 1:
