@@ -11,6 +11,7 @@ Letters used in shape comments and einsums throughout the package:
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -181,6 +182,18 @@ class Problem:
     """One verifiable task."""
 
     id: int  # 31-bit hash of the prompt: keys the randomness of its rollouts
-    prompt: str
-    answer: str
+    prompt: str  # of a chat: what its last message says
+    answer: str  # gold; "" where the scorer or the environment needs none
     kind: str
+    messages: tuple[Mapping[str, Any], ...] = dataclasses.field(default=(), hash=False)  # the chat that asks it; (): plain text
+    env: str = ""  # environment that answers the completions; "": single turn
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # JSON: what scorers and environments need
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one completion earned."""
+
+    reward: float  # of all parts, weighted
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by scorer, unweighted; also of scorers that are only watched
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by scorer that could not score it: why
