@@ -22,7 +22,8 @@ import optax
 from absl import app, flags
 
 from experiments import corpus
-from rl_adapter import attention, model, quant, runtime
+from rl_adapter import attention, model, packing, quant, runtime, scoring
+from rl_adapter import loss as losses
 from rl_adapter.hub import rope, save
 from rl_adapter.types import Base, Layer, Numerics, Spec
 
@@ -71,13 +72,14 @@ def token_losses(rounded: Base, tokens, lengths, mask):
     n, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (n, t))
     valid = positions < lengths[:, None]
-    out = model.apply(MODEL, rounded, None, tokens, positions, valid, model.packed(MODEL.numeric, lengths, t, 1))
-    z = model.logits(MODEL, rounded, None, out.hidden[:, :-1])
+    packed = packing.pack(valid, n * t, 1)
+    attention = model.packed(MODEL.numeric, packed, lengths, t, 1)
+    out = model.apply(MODEL, rounded, None, packed.flat(tokens), packed.flat(positions), packed.used, attention)
+    z = model.logits(MODEL, rounded, None, packed.spread(out.hidden)[:, :-1])
     target, mask = tokens[:, 1:], mask[:, 1:]
     loss = jnp.where(mask, -jnp.take_along_axis(jax.nn.log_softmax(z), target[..., None], -1)[..., 0], 0.0)
-    chosen = jax.nn.one_hot(out.choices, SPEC.experts).sum(3) * valid[None, ..., None]
-    share = chosen.sum((1, 2)) / (valid.sum() * SPEC.experts_per_token)
-    balance = SPEC.experts * jnp.mean(jnp.sum(share * out.router, -1))
+    loads = scoring.expert_loads(out.choices, packed.used, SPEC.experts)
+    balance = losses.balance(loads, out.router, valid.sum())
     return loss, (jnp.argmax(z, -1) == target) | ~mask, balance
 
 

@@ -23,12 +23,17 @@ SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
+OBJECTIVES = "rl", "sft", "dpo", "ipo", "reward"
+ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"  # of advantage.py
+OF_GROUPS = "grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"  # those that need more than one completion of a prompt
+KINDS = "ppo", "gspo", "gspo_token", "cispo", "dpo", "ipo"  # of losses on rollouts, of loss.py
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
 def default() -> ConfigDict:
     """The default configuration, locked. Units and constraints stand beside each field."""
     c = ConfigDict()
+    c.objective = "rl"  # 'rl' | 'sft' (of data with completions) | 'dpo' | 'ipo' | 'reward' (of pairs): what is learned, and from what
     c.seed = 0  # int in 0 .. 2^32 - 1; keys adapter init and every sampled token
     c.steps = 100  # int >= 1; rollout batches trained on, in all (a resumed run goes on to this number)
     c.model = ""  # directory in HF layout, or a .gguf file; '' = the base that ships with the package
@@ -77,7 +82,7 @@ def default() -> ConfigDict:
 
     r = c.rollout = ConfigDict()
     r.prompts = 16  # prompts in a step >= 1; divisible by optimizer.minibatches
-    r.group = 8  # completions of one prompt >= 2 (advantages are relative to the group)
+    r.group = 8  # completions of one prompt >= 1; >= 2 where advantages are relative to the group
     r.max_new_tokens = 32  # tokens >= 1
     r.temperature = 1.0  # >= 0.001
     r.top_k = 0  # tokens kept >= 1; 0 = off
@@ -95,28 +100,58 @@ def default() -> ConfigDict:
     r.chunk = 256  # tokens of a prompt >= 1 that are prefilled at a time
     r.prefill = 16  # prompts >= 1 that are prefilled at a time, on each row shard of the mesh
     r.cache_tokens = 0  # tokens that the cache holds, on each row shard: a bound on its memory; 0 = as the slots need
-    r.ahead = 0  # 1: sample the next step's completions while this one's update runs, with the adapter from before it
+    r.max_staleness = 0  # steps >= 0 that the adapter which samples is behind; above 0 a step is sampled while the one before it updates
+    r.tries = 1  # batches >= 1 that a step may draw, at most, to fill it with prompts whose completions differ in reward (DAPO); 1 = off
 
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
 
-    lo = c.loss = ConfigDict()
+    v = c.advantage = ConfigDict()  # `advantage.estimate` says what each estimator is
+    v.estimator = "grpo"  # one of advantage.ESTIMATORS; 'gae' trains a critic, 'distill' rewards nothing but nearness to the reference
+    v.eps = 1e-4  # > 0; added to standard deviations
+    v.gamma = 1.0  # in [0, 1]; discount of a sampled token, of reinforce_pp* and gae
+    v.lam = 1.0  # in [0, 1]; of gae
+    v.overlong_buffer = 0  # last tokens >= 0 of rollout.max_new_tokens in which a completion loses reward; 0 = off
+    v.overlong_penalty = 1.0  # >= 0; reward lost by one that fills them all
+
+    lo = c.loss = ConfigDict()  # `loss.Loss` says what each kind is
+    lo.kind = "ppo"  # one of loss.KINDS; dpo and ipo take each prompt's best and worst completion
+    lo.aggregation = "token"  # one of loss.AGGREGATIONS: what a token's share of the loss is
     lo.clip_low = 0.2  # in [0, 1); the ratio is clipped to [1 - clip_low, 1 + clip_high]
     lo.clip_high = 0.2  # >= 0
-    lo.kl = 0.0  # >= 0; coefficient of the k3 KL against the base
-    lo.measure_kl = True  # score the base too where kl is 0, for the metric: a third forward pass a step
-    lo.advantage_eps = 1e-4  # > 0; added to the group's standard deviation of rewards
+    lo.kl = 0.0  # >= 0; coefficient of the KL against the reference
+    lo.kl_estimator = "k3"  # k1 | k2 | k3
+    lo.kl_in = "loss"  # 'loss' | 'reward': of each token, before advantages
+    lo.measure_kl = True  # score the reference too where nothing needs it, for the metric: a third forward pass a step
+    lo.reference = ""  # PEFT directory, of ranks and alphas as here, of an adapter that is the reference, or teacher; '' = the base itself
+    lo.entropy = 0.0  # >= 0; coefficient of an entropy bonus
+    lo.mask_truncated = False  # leave completions that were cut at rollout.max_new_tokens out of the loss
+    lo.correction = (
+        "none"  # one of loss.CORRECTIONS: ratios are against the policy at the step's start, and weighed by its own to the sampler's
+    )
+    lo.correction_low = 0.5  # in [0, 1]; of icepop
+    lo.correction_high = 2.0  # >= 1
+    lo.balance = 0.0  # >= 0; coefficient of the load-balancing loss of experts
+    lo.router_z = 0.0  # >= 0; coefficient of the router's z-loss
+    lo.beta = 0.1  # > 0; of dpo and ipo
+
+    k = c.critic = ConfigDict()  # of advantage.estimator 'gae': an adapter of the shape of the policy's, and a linear head
+    k.learning_rate = 1e-3  # > 0; peak; all else is as in `optimizer`
+    k.clip = 0.2  # > 0; most that a value may move in a step before it is held back
+    k.epochs = 2  # passes >= 1 over a step's completions
+    k.warmup_steps = 0  # first steps >= 0 in which only the critic learns
 
     o = c.optimizer = ConfigDict()
     o.learning_rate = 1e-3  # > 0; peak
-    o.warmup_steps = 0  # optimizer updates >= 0, at most steps * minibatches
+    o.warmup_steps = 0  # optimizer updates >= 0, at most steps * minibatches * epochs
     o.schedule = "constant"  # after the warm-up: 'constant' | 'linear' (to 0) | 'cosine' (to 0)
     o.weight_decay = 0.0  # >= 0; decoupled
     o.b1 = 0.9  # in [0, 1)
     o.b2 = 0.99  # in [0, 1)
     o.eps = 1e-8  # > 0
     o.max_grad_norm = 1.0  # > 0; global norm
-    o.minibatches = 1  # optimizer updates per rollout batch >= 1
+    o.minibatches = 1  # parts >= 1 of a step's prompts, an update each
+    o.epochs = 1  # passes >= 1 over a step's completions
     o.microbatch_tokens = 0  # tokens of a forward and backward pass, about, of all devices; less is less memory, same update; 0 = auto
 
     e = c.eval = ConfigDict()
@@ -148,7 +183,13 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
         "numerics": ("exact", "float"),
         "act_bits": (8, 16),
         "cache_bits": (0, 8, 16),
-        "rollout.ahead": (0, 1),
+        "objective": OBJECTIVES,
+        "advantage.estimator": ESTIMATORS,
+        "loss.kind": KINDS,
+        "loss.aggregation": ("token", "sequence", "group", "constant"),
+        "loss.kl_estimator": ("k1", "k2", "k3"),
+        "loss.kl_in": ("loss", "reward"),
+        "loss.correction": ("none", "truncated", "masked", "icepop"),
         "optimizer.schedule": ("constant", "linear", "cosine"),
         **{f"quantize.{k}": FORMATS for k in config.quantize},
     }
@@ -160,10 +201,16 @@ _AT_LEAST_0 = (lambda v: 0 <= v < float("inf"), "at least 0 and finite")
 _AT_LEAST_1 = (lambda v: v >= 1, "at least 1")
 _POSITIVE = (lambda v: 0 < v < float("inf"), "a finite number above 0")
 _FRACTION = (lambda v: 0 <= v < 1, "in [0, 1)")
+_SHARE = (lambda v: 0 <= v <= 1, "in [0, 1]")
 _RANGES = {
     **{f: _AT_LEAST_0 for f in ("mesh.data", "adapter.rank", "rollout.top_k")},
     **{f: _SEED for f in ("seed", "data.seed")},
-    **{f: _AT_LEAST_0 for f in ("loss.clip_high", "loss.kl", "optimizer.warmup_steps", "optimizer.weight_decay")},
+    **{f: _AT_LEAST_0 for f in ("loss.clip_high", "loss.kl", "loss.entropy", "loss.balance", "loss.router_z")},
+    **{f: _AT_LEAST_0 for f in ("optimizer.warmup_steps", "optimizer.weight_decay", "critic.warmup_steps", "rollout.max_staleness")},
+    **{f: _AT_LEAST_0 for f in ("advantage.overlong_buffer", "advantage.overlong_penalty")},
+    **{f: _AT_LEAST_1 for f in ("optimizer.epochs", "critic.epochs", "rollout.tries", "rollout.group", "loss.correction_high")},
+    **{f: _POSITIVE for f in ("critic.learning_rate", "critic.clip", "loss.beta")},
+    **{f: _SHARE for f in ("advantage.gamma", "advantage.lam", "loss.correction_low")},
     **{f: _AT_LEAST_0 for f in ("eval.every", "checkpoint.every", *(f"adapter.{g}.rank" for g in GROUPS))},
     **{f: _AT_LEAST_1 for f in ("steps", "mesh.expert", "mesh.model", "data.train_size", "data.eval_size")},
     **{f: _AT_LEAST_1 for f in ("data.max_prompt_tokens", "rollout.prompts", "rollout.max_new_tokens", "checkpoint.keep")},
@@ -171,12 +218,11 @@ _RANGES = {
     **{f: _AT_LEAST_1 for f in ("rollout.steps", "rollout.page", "rollout.chunk", "rollout.prefill")},
     **{f: _AT_LEAST_0 for f in ("rollout.slots", "rollout.lanes", "rollout.cache_tokens", "optimizer.microbatch_tokens")},
     **{f: _AT_LEAST_1 for f in ("quality.rows", "quality.positions", "quality.batch")},
-    **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
+    **{f: _POSITIVE for f in ("advantage.eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
     "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
     "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
-    "rollout.group": (lambda v: v >= 2, "at least 2: advantages are relative to the group"),
     "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),
 }
@@ -207,15 +253,15 @@ def validate(config: ConfigDict) -> None:
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
                 raise ValueError(f"{field}: found {half!a}, half a character or a byte that is not UTF-8, in {text!a}, need whole ones")
-    parts = config.optimizer.minibatches
-    if config.rollout.prompts % parts:
-        need = f"a multiple of optimizer.minibatches = {parts}"
+    if config.rollout.prompts % config.optimizer.minibatches:
+        need = f"a multiple of optimizer.minibatches = {config.optimizer.minibatches}"
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need {need}")
+    _check_algorithm(config)
     need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.context and config.context < need:
         raise ValueError(f"context: found {config.context}, need 0 or at least data.max_prompt_tokens + rollout.max_new_tokens = {need}")
-    if config.optimizer.warmup_steps > config.steps * config.optimizer.minibatches:
-        need = f"at most the {config.steps * config.optimizer.minibatches} updates of the run"
+    if config.optimizer.warmup_steps > (updates := config.steps * config.optimizer.minibatches * config.optimizer.epochs):
+        need = f"at most the {updates} updates of the run"
         raise ValueError(f"optimizer.warmup_steps: found {config.optimizer.warmup_steps}, need {need}")
     if not config.data.eval_path and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")
@@ -223,8 +269,10 @@ def validate(config: ConfigDict) -> None:
         if fields[field] and not os.path.isfile(fields[field]):
             raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a {kind} file or ''")
     # os.path, as pathlib's is_file raises where a name is too long.
-    if lacks := [name for name in ADAPTER_FILES if config.adapter.init and not os.path.isfile(os.path.join(config.adapter.init, name))]:
-        raise ValueError(f"adapter.init: found no {lacks[0]} in {config.adapter.init!r}, need a PEFT directory or ''")
+    for field in ("adapter.init", "loss.reference"):
+        path = fields[field]
+        if lacks := [name for name in ADAPTER_FILES if path and not os.path.isfile(os.path.join(path, name))]:
+            raise ValueError(f"{field}: found no {lacks[0]} in {path!r}, need a PEFT directory or ''")
     variants = config.quality.variants
     known = [v for v in variants if isinstance(v, str) and _is_variant(v)]
     if not variants or len(set(variants)) < len(variants) or len(known) < len(variants):
@@ -238,6 +286,27 @@ def validate(config: ConfigDict) -> None:
         if not (isinstance(path, str) and _is_model(path)):
             need = f"a directory that holds config.json and is not named .gguf, or a file named .gguf, in lower case{otherwise}"
             raise ValueError(f"{field}: found {path!r}, need {need}")
+
+
+def _check_algorithm(config: ConfigDict) -> None:
+    """What of advantages, losses and rollouts does not go together."""
+    a, lo, r = config.advantage, config.loss, config.rollout
+    preference = lo.kind in ("dpo", "ipo")
+    if r.group < 2 and (preference or r.tries > 1 or a.estimator in OF_GROUPS):
+        why = f"loss.kind = {lo.kind}" if preference else "rollout.tries above 1" if r.tries > 1 else f"advantage.estimator = {a.estimator}"
+        raise ValueError(f"rollout.group: found {r.group}, need at least 2 for {why}, which holds completions against each other")
+    if a.overlong_buffer > r.max_new_tokens:
+        raise ValueError(f"advantage.overlong_buffer: found {a.overlong_buffer}, need at most rollout.max_new_tokens = {r.max_new_tokens}")
+    if lo.kl_in == "reward" and preference:
+        raise ValueError(f"loss.kl_in: found 'reward' with loss.kind = {lo.kind}, which has no advantages; need 'loss'")
+    if preference and (a.estimator in ("gae", "distill") or lo.correction != "none"):
+        raise ValueError(f"loss.kind: found {lo.kind!r} with advantages by {a.estimator} or loss.correction, which pairs do not have")
+    if lo.kind == "gspo" and lo.aggregation != "sequence":
+        raise ValueError(f"loss.aggregation: found {lo.aggregation!r}, need 'sequence' for loss.kind = gspo: a ratio is a completion's")
+    if lo.kind == "gspo" and (a.estimator in ("gae", "distill", "reinforce_pp") or lo.kl_in == "reward"):
+        raise ValueError("loss.kind: found 'gspo', need 'gspo_token' for advantages that differ within a completion")
+    if config.critic.warmup_steps >= config.steps and a.estimator == "gae":
+        raise ValueError(f"critic.warmup_steps: found {config.critic.warmup_steps}, need less than steps = {config.steps}")
 
 
 def _is_variant(text: str) -> bool:
@@ -289,7 +358,7 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
-    return fields | {"adapter.init": _digest(config.adapter.init)}
+    return fields | {"adapter.init": _digest(config.adapter.init), "loss.reference": _digest(config.loss.reference)}
 
 
 def _digest(adapter: str) -> str:

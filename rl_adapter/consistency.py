@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rl_adapter import evaluate, lora, prompts, rollout, update
+from rl_adapter import evaluate, lora, prompts, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -196,7 +196,7 @@ def forward(place: Place, r: Rollout) -> Seen:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _score(model: models.Model, base: Base, adapter: lora.Adapter, r: Rollout) -> tuple[Array, Array]:
-    s = update.score(model, base, adapter, r)
+    s = scoring.score(model, base, adapter, r)
     return s.scored, s.choices
 
 

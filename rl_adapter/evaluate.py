@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, prompts, reward, rollout, update
+from rl_adapter import checkpoint, engine, lora, monitor, prompts, reward, rollout, scalar, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
@@ -124,20 +124,32 @@ def last_adapter(
         step = saved.latest()
         if step is None:
             raise ValueError(f"--workdir: found no checkpoint in {directory}; train there first (--mode=train)")
-        return step, saved.restore(step, new_state(config, adapter))[0].adapter
+        return step, saved.restore(step, new_state(config, session))[0].adapter
 
 
-def new_state(config: ConfigDict, adapter: lora.Adapter) -> update.State:
+def new_state(config: ConfigDict, session: sessions.Session) -> update.State:
     """A state that has made no update."""
-    tx, _ = optimizer(config)
-    previous = jax.tree.map(jnp.copy, adapter) if config.rollout.ahead else None
-    return update.State(adapter, tx.init(adapter), jnp.zeros((), jnp.int32), previous)
+    state = update.start(optimizer(config)[0], sessions.init_adapter(config, session))
+    previous = tuple(jax.tree.map(jnp.copy, state.adapter) for _ in range(config.rollout.max_staleness))
+    critic = None
+    if config.advantage.estimator == "gae":
+        key = jax.random.key(config.seed ^ 0x5CA1A2)
+        model = session.model
+        critic = update.start(critic_optimizer(config)[0], scalar.init(model.adapter, session.base, model.spec.d_model, key))
+    return state.replace(previous=previous, critic=critic)
 
 
 def optimizer(config: ConfigDict):
     """The config's optimizer and its schedule; the same objects for the same settings, so that a later run finds the update compiled."""
     settings = config.optimizer
-    updates = 0 if settings.schedule == "constant" else config.steps * settings.minibatches  # only a decay depends on it
+    updates = 0 if settings.schedule == "constant" else config.steps * settings.minibatches * settings.epochs  # only a decay depends on it
+    return _optimizer(tuple(sorted(settings.items())), updates)
+
+
+def critic_optimizer(config: ConfigDict):
+    """The same for the critic, at its own rate."""
+    settings = dict(config.optimizer.items()) | {"learning_rate": config.critic.learning_rate}
+    updates = 0 if settings["schedule"] == "constant" else config.steps * settings["minibatches"] * config.critic.epochs
     return _optimizer(tuple(sorted(settings.items())), updates)
 
 

@@ -41,13 +41,19 @@ def check(mesh: Mesh, spec: Spec, prompts: int | None = None) -> None:
         raise ValueError(f"mesh: {prompts} prompts at a time do not divide over data x expert = {row_shards(mesh)} devices")
 
 
-def row_shards(mesh: Mesh) -> int:
-    return mesh.shape["data"] * mesh.shape["expert"]
+def row_shards(mesh: Mesh | None) -> int:
+    """Ways that prompts are split; without a mesh 1."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["expert"]
 
 
 def rows(mesh: Mesh) -> NamedSharding:
     """Leading axis: prompts."""
     return NamedSharding(mesh, P(ROWS))
+
+
+def rows_behind(mesh: Mesh) -> NamedSharding:
+    """Second axis, behind layers: prompts."""
+    return NamedSharding(mesh, P(None, ROWS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -41,7 +41,8 @@ class Model:
 class Output:
     hidden: Array  # [P, M, D], after the last norm
     choices: Array  # [Ls, P, M, k] experts
-    router: Array  # [Ls, E] mean router probability over valid tokens
+    router: Array  # [Ls, E] router probability, summed over valid tokens
+    router_z: Array  # [Ls] squared log-sum-exp of the router's logits, summed over valid tokens
     keys: PyTree  # what attention emitted, stacked by layer, or its carry: keys of a cache; None in training
     stream: PyTree = None  # [L, P, n, D] after each block, where `slots` asks for it
 
@@ -148,7 +149,7 @@ def apply(
         adapter: from `lora.prepare`; None is the reference policy.
         attention: (layer index, q [P, M, H, d], k and v [P, M, K, d], Rules, carry) -> (output [P, M, H, d], carry, emitted): one of
             the functions below.
-        carry: state of `attention` that passes from layer to layer (the newest page of the cache when decoding).
+        carry: state of `attention` that passes from layer to layer (the pool of keys when decoding).
         slots: [P, n] int32 below M: of these tokens the residual stream after each block is given too, as `Output.stream`.
 
     Returns:
@@ -182,12 +183,12 @@ def apply(
                 y = moe.feed_forward(h, b.mlp("mlp_"), numeric)
         if sparse:
             with jax.named_scope("router"):
-                weights, choice, p = moe.route(h, layer, ad.get("router"), b.scale("router"), spec, numeric)
+                weights, choice, p, z = moe.route(h, layer, ad.get("router"), b.scale("router"), spec, numeric)
             with jax.named_scope("experts"):
                 y = y + moe.routed(h, weights, choice, valid.reshape(-1), b.mlp(""), spec.experts, numeric, model.mesh)
             seen = valid.reshape(-1, 1)
-            load = jnp.sum(jnp.where(seen, p, 0.0), 0) / jnp.maximum(jnp.sum(seen), 1)
-            routed = choice.reshape(p_, m_, -1), load
+            size = jnp.where(seen[:, 0], jax.nn.logsumexp(z, -1) ** 2, 0.0)
+            routed = choice.reshape(p_, m_, -1), jnp.sum(jnp.where(seen, p, 0.0), 0), jnp.sum(size)
         x = by_rows(x + y.reshape(x.shape))
         return (x, carry), (emitted, routed, None if slots is None else jnp.take_along_axis(x, slots[..., None], 1))
 
@@ -201,9 +202,10 @@ def apply(
         stream.append(seen)
         routed += [choices] if sparse else []
     join = lambda parts: parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-    choices, router = join(routed) if routed else (jnp.zeros((0, p_, m_, 0), jnp.int32), jnp.zeros((0, 0)))
+    none = jnp.zeros((0, p_, m_, 0), jnp.int32), jnp.zeros((0, 0)), jnp.zeros(0)
+    choices, router, router_z = join(routed) if routed else none
     hidden = numerics.rms_norm(x, base.final_norm, spec.norm_eps, numeric.exact)
-    return Output(hidden, choices, router, join(emitted) if carry is None else carry, join(stream))
+    return Output(hidden, choices, router, router_z, join(emitted) if carry is None else carry, join(stream))
 
 
 def embed(base: Base, tokens: Array) -> Array:
@@ -337,9 +339,10 @@ def logits(model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array
 
 
 def token_logprobs(
-    model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0
-) -> tuple[Array, Array, Array]:
-    """Log-probabilities of targets [N] after hidden [N, D] at the temperature and at 1, and the entropy (without gradient), each [N].
+    model: Model, base: Base, adapter: lora.Adapter | None, hidden: Array, targets: Array, temperature: float = 1.0, chunk: int = 0,
+    entropy_gradient: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Log-probabilities of targets [N] after hidden [N, D] at the temperature and at 1, and the entropy, each [N].
 
     Rows go through the head `chunk` at a time, forward and backward, so no [N, V] array exists.
     """
@@ -355,7 +358,7 @@ def token_logprobs(
         z = logits(model, base, adapter, h)
         scored = logprob_of(z, target, model.numeric.exact)
         tempered = scored if temperature == 1 else logprob_of(numerics.fence(z * (1 / temperature)), target, model.numeric.exact)
-        log_p = jax.lax.stop_gradient(jax.nn.log_softmax(z))
+        log_p = jax.nn.log_softmax(z if entropy_gradient else jax.lax.stop_gradient(z))
         return tempered, scored, -jnp.sum(jnp.exp(log_p) * log_p, -1)
 
     return tuple(x.reshape(-1)[:n] for x in jax.lax.map(rows, (hidden, targets)))

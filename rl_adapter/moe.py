@@ -38,13 +38,13 @@ class Mlp:
     limit: float = struct.field(pytree_node=False, default=0.0)  # of a clamped SwiGLU; 0: plain
 
 
-def route(x: Array, layer: Layer, adapter: PyTree, scale: float, spec: Spec, numeric: Numerics) -> tuple[Array, Array, Array]:
-    """x [N, D] -> weights [N, k] f32, experts [N, k] int32 (ties go to the lower expert), probabilities [N, E] (for balance only)."""
+def route(x: Array, layer: Layer, adapter: PyTree, scale: float, spec: Spec, numeric: Numerics) -> tuple[Array, Array, Array, Array]:
+    """x [N, D] -> weights [N, k] f32, experts [N, k] int32 (ties: the lower expert); and for losses probabilities and logits [N, E]."""
     z = lora.linear(x, layer.router, adapter, scale, numeric, layer.bias.get("router"))
     exact, k = numeric.exact, spec.experts_per_token
     if spec.score == "softmax_of_chosen":
         top, choice = jax.lax.top_k(z, k)
-        return numerics.softmax(top, exact), choice, jax.nn.softmax(z, -1)
+        return numerics.softmax(top, exact), choice, jax.nn.softmax(z, -1), z
     if spec.score == "softmax":
         s = p = numerics.softmax(z, exact)
     else:
@@ -62,7 +62,7 @@ def route(x: Array, layer: Layer, adapter: PyTree, scale: float, spec: Spec, num
     if spec.norm_topk_prob:
         total = numerics.exact_sum(weights) if exact else jnp.sum(weights, -1, keepdims=True)
         weights = numerics.divide_rows(weights, jnp.maximum(total, 1e-20))
-    return weights * spec.routed_scale if spec.routed_scale != 1 else weights, choice, p
+    return weights * spec.routed_scale if spec.routed_scale != 1 else weights, choice, p, z
 
 
 def feed_forward(x: Array, e: Mlp, numeric: Numerics) -> Array:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, quant, update
+from rl_adapter import engine, lora, microbatch, quant
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
@@ -271,7 +271,7 @@ def training_temporaries(
     """Bytes that the gradient of a microbatch keeps in between on one device, beside the adapter's own; `prompts` of an update are its own,
     and `wanted` tokens of a microbatch."""
     spec, rows = model.spec, meshes.row_shards(mesh)
-    tokens, at_once = update.microbatch(prompts, t, group, c, wanted)
+    tokens, at_once = microbatch.size(prompts, t, group, c, wanted)
     padded = 4 * COPIES * at_once * (t + group * c) * spec.heads * spec.head_dim
     scores = at_once * (t * t + group * c * (t + c))
     block = _block(spec, 1, tokens, scores, tokens * rows / mesh.shape["data"]) + padded

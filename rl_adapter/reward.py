@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl_adapter.types import Problem
+from rl_adapter.types import Outcome, Problem
 
 WINDOW = 10_000  # characters from the end that are looked at; an answer comes last
 LONGEST_ANSWER = 200  # characters
@@ -63,3 +63,12 @@ def score_one(text: str, problem: Problem, reward: Callable[[str, Problem], floa
     except Exception as error:  # whatever one sample provokes stays with that sample
         return 0.0, f"{type(error).__name__}: {error}"[:200]
     return (value, None) if np.isfinite(value) else (0.0, f"reward: found {value}, need a finite number")
+
+
+class Judge:
+    def __init__(self, reward):
+        self.reward, self.workers = reward, 1
+
+    def score(self, problem, text, truncated=False) -> Outcome:
+        value, failure = score_one(text, problem, self.reward)
+        return Outcome(value, {"exact": value}, {"exact": failure} if failure else {})

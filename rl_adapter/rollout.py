@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from rl_adapter import engine as engines
 from rl_adapter import mesh as meshes
+from rl_adapter import microbatch
 from rl_adapter import model as models
 from rl_adapter.engine import Engine
 from rl_adapter.lora import Adapter
@@ -62,7 +61,7 @@ def stream(
         ValueError: a limit or the cache's size is out of range; before anything compiles.
     """
     limits = _checked(model, sampling, base, prompts, ids, seed, limits)
-    shards = 1 if model.mesh is None else meshes.row_shards(model.mesh)
+    shards = meshes.row_shards(model.mesh)
     lay = engines.layout(engine, shards, len(prompts), max(longest, *map(len, prompts)), sampling)
     counts = collections.Counter() if counts is None else counts
     work = Scheduler(model, sampling, lay, base, adapter, prompts, ids, seed, limits, respond, counts)
@@ -116,13 +115,13 @@ def generate(
     prompts, lengths, prompt_ids = jax.device_get((prompts, lengths, prompt_ids))
     texts, longest = [row[:n] for row, n in zip(prompts, lengths)], prompts.shape[1]
     completions = stream(model, sampling, base, adapter, texts, prompt_ids, seed, engine, limits, respond, longest=longest)
-    return collect(model, sampling, prompts, lengths, completions)
+    return place(model, collect(model, sampling, prompts, lengths, completions))
 
 
 def collect(
     model: models.Model, sampling: Sampling, prompts: np.ndarray, lengths: np.ndarray, completions: Iterator[Completion]
 ) -> Rollout:
-    """All completions of prompts [P, T] as padded arrays, in their place on the mesh."""
+    """All completions of prompts [P, T] as padded arrays, on the host."""
     spec, (p_, t_), (g_, c_) = model.spec, prompts.shape, (sampling.group, sampling.max_new_tokens)
     tokens, drawn = np.full((p_, g_, c_), sampling.pad_id, np.int32), np.zeros((p_, g_, c_), bool)
     counts, stopped = np.zeros((p_, g_), np.int32), np.zeros((p_, g_), bool)
@@ -135,12 +134,15 @@ def collect(
         logprobs[(slice(None), *row, slice(n))] = one.logprobs.T
         choices[(slice(None), *row, slice(n - 1))] = np.moveaxis(one.choices, 1, 0)
         of_prompts[:, one.prompt, : lengths[one.prompt]] = np.moveaxis(one.prompt_choices, 1, 0)
-    r = Rollout(prompts, lengths, tokens, drawn, counts, stopped, *logprobs, of_prompts, choices)
+    return Rollout(prompts, lengths, tokens, drawn, counts, stopped, *logprobs, of_prompts, choices)
+
+
+def place(model: models.Model, r: Rollout) -> Rollout:
+    """Completions in their place on the mesh."""
     if model.mesh is None:
         return jax.device_put(r)
-    rows, behind = meshes.rows(model.mesh), NamedSharding(model.mesh, P(None, meshes.ROWS))
-    placed = jax.device_put(r.replace(prompt_choices=None, choices=None), rows)
-    return placed.replace(prompt_choices=jax.device_put(of_prompts, behind), choices=jax.device_put(choices, behind))
+    behind = lambda path, x: meshes.rows_behind(model.mesh) if microbatch.is_behind(path) else meshes.rows(model.mesh)
+    return jax.device_put(r, jax.tree_util.tree_map_with_path(behind, r))
 
 
 def completions(r: Rollout) -> list[list[int]]:

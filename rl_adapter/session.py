@@ -30,6 +30,7 @@ class Session:
     tokenizer: tokenizers.Tokenizer
     report: dict  # of the loader: what was taken as it lies on disk, what was quantized
     initial: lora.Adapter | None  # that of `adapter.init`, on the host
+    reference: lora.Adapter | None  # that of `loss.reference`, in its place; None: the base itself
     data: dict[str, "Data"]  # by split
 
 
@@ -57,12 +58,15 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
     for held in data.values():  # refuses a cache that is too small
         sizes = Sampling(r.group, r.max_new_tokens, (), 0)
         engine.layout(engine.from_config(r), meshes.row_shards(mesh), r.prompts, held.length, sizes)
-    initial = peft_read.read(config.adapter.init, checkpoint.described, adapter)[0] if config.adapter.init else None
+    read = lambda path: peft_read.read(path, checkpoint.described, adapter)[0] if path else None
+    initial, reference = read(config.adapter.init), read(config.loss.reference)
     with monitor.loading(f"loading {rich.markup.escape(checkpoint.path.name)}") as progress:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
-    session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial, data)
+    reference = None if reference is None else jax.device_put(reference, meshes.adapter_shardings(mesh, reference))
+    placed = models.place(spec, loaded.base, mesh, context)
+    session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
             f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"

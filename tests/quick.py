@@ -9,14 +9,16 @@ import functools
 import jax
 import pytest
 
-from rl_adapter import engine, update
+from rl_adapter import engine, scalar, scoring, update
 
 # One constant for all tests, so that it can go when these options do.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
 PROGRAMS = {  # static and donated arguments
     (engine, "prefill"): (("model", "sampling", "budget"), ("pool",)),
     (engine, "decode"): (("model", "sampling", "steps"), ("pool",)),
-    (update, "_update"): (("model", "tx", "cfg", "temperature", "size"), ("state",)),
+    (update, "_update"): (("model", "tx", "objective", "size"), ("state",)),
+    (scoring, "_score_all"): (("model", "temperature", "size"), ()),
+    (scalar, "_values_all"): (("model", "size"), ()),
 }
 
 
@@ -28,8 +30,8 @@ def _compiled(module, name):
 
 
 @contextlib.contextmanager
-def quickly(modules=(engine, update)):
-    """The programs of rollout and update are compiled so while this lasts."""
+def quickly(modules=(engine, scoring, scalar, update)):
+    """The programs of rollout, scoring and update are compiled so while this lasts."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in PROGRAMS:
             if module in modules:

@@ -13,7 +13,7 @@ from quick import QUICK, quickly
 from test_parity import GOLDEN, read
 from test_rollout import check_scores
 
-from rl_adapter import evaluate, lora, quant, rollout, update
+from rl_adapter import evaluate, lora, quant, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import families
@@ -81,12 +81,12 @@ def sample(name, shape):
 
 @functools.cache
 def score(name, shape):
-    """`update.score` of what one device sampled: (tempered, scored, choices of prompts, of completions); the gradient of GRADIENTS."""
+    """`scoring.score` of what one device sampled: (tempered, scored, choices of prompts, of completions); the gradient of GRADIENTS."""
     model, base, adapter, rows = place(name, shape)
     r = sample(name, ONE)
 
     def value(adapter, base, r, weights):
-        s = update.score(model, base, lora.prepare(adapter, A16), r, SAMPLING.temperature)
+        s = scoring.score(model, base, lora.prepare(adapter, A16), r, SAMPLING.temperature)
         return (s.scored * weights).sum(), (s.tempered, s.scored, s.choices)
 
     program = jax.value_and_grad(value, has_aux=True) if name in GRADIENTS else lambda *args: (value(*args), None)

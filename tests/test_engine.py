@@ -16,7 +16,7 @@ import pytest
 from quick import QUICK, quickly
 from test_model import World
 
-from rl_adapter import cache, engine, evaluate, lora, rollout, runtime, update
+from rl_adapter import cache, engine, evaluate, lora, rollout, runtime, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter.engine import Engine
 from rl_adapter.sampling import Sampling
@@ -63,7 +63,7 @@ def generate(sizes=rollout.DEFAULT, sampling=SAMPLING, rows=slice(None), numeric
 @functools.cache
 def score(numeric=A16):
     model, base, adapter = place(numeric)
-    program = jax.jit(lambda base, adapter, r: update.score(model, base, adapter, r, SAMPLING.temperature), compiler_options=QUICK)
+    program = jax.jit(lambda base, adapter, r: scoring.score(model, base, adapter, r, SAMPLING.temperature), compiler_options=QUICK)
     return lambda r: jax.device_get(program(base, adapter, r.replace(prompt_choices=None, choices=None)))
 
 

@@ -14,7 +14,7 @@ import pytest
 import reference
 from quick import QUICK
 
-from rl_adapter import lora, numerics, update
+from rl_adapter import lora, numerics, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.attention import Rules
@@ -109,7 +109,7 @@ def completions(seed, spec, p, g, t, c):
 
 def masks(r):
     """Sampled tokens [P, G, C], and fed tokens [P, T + G * C]."""
-    return np.arange(r.tokens.shape[2]) < r.lengths[..., None], np.asarray(update.packed_inputs(r)[2])
+    return np.arange(r.tokens.shape[2]) < r.lengths[..., None], np.asarray(scoring.packed_inputs(r)[2])
 
 
 @dataclasses.dataclass
@@ -131,7 +131,7 @@ def scorer(world, numeric, mesh=None, grads=False, adapted=True, **options):
     model, base = world.model(numeric, mesh), world.place(mesh)
 
     def value(adapter, base, r, weights):
-        s = update.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
+        s = scoring.score(model, base, lora.prepare(adapter, numeric) if adapted else None, r)
         return jnp.sum(jnp.where(weights != 0, s.scored * weights, 0)), (s.scored, s.entropy, s.choices)
 
     def program(adapter, base, r, weights):

@@ -11,7 +11,7 @@ import reference
 from quick import QUICK, quickly
 from test_model import EVEN, ODD, World
 
-from rl_adapter import evaluate, lora, rollout, update
+from rl_adapter import evaluate, lora, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter.engine import Engine
 from rl_adapter.sampling import MASKED, Sampling, row_keys, sample, truncate, uniform
@@ -42,11 +42,11 @@ def sampler(world, numeric, sampling=SAMPLING, mesh=None, quick=True):
 
 
 def scores(world, numeric, r, adapter=None, temperature=1.0):
-    """`update.score` of a rollout: tempered and scored logprobs, and experts, laid out as in it."""
+    """`scoring.score` of a rollout: tempered and scored logprobs, and experts, laid out as in it."""
     model, base = world.model(numeric), world.place()
 
     def program(base, adapter, r):
-        s = update.score(model, base, None if adapter is None else lora.prepare(adapter, numeric), r, temperature)
+        s = scoring.score(model, base, None if adapter is None else lora.prepare(adapter, numeric), r, temperature)
         t = r.prompts.shape[1]
         return s.tempered, s.scored, s.choices[:, :, :t], s.choices[:, :, t:].reshape(r.choices.shape)
 

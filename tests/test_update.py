@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 from quick import QUICK, quickly
 from test_model import EVEN, completions, masks
 
-from rl_adapter import lora, loss, quant, update
+from rl_adapter import lora, loss, microbatch, quant, scoring, update
 from rl_adapter.types import Numerics, Rollout
 
 f32 = np.float32
 FLOAT, A16 = Numerics("float"), Numerics("exact", 16)
-CFG, TEMPERATURE = loss.GRPO(0.2, 0.3, 0.1), 0.7
+CFG, TEMPERATURE = loss.Loss(clip_low=0.2, clip_high=0.3, kl=0.1), 0.7
 RATE = 1.0
 ALPHAS = (("router", 2.0), ("head", 1.5))
 SMALL = dataclasses.replace(EVEN, adapter_spec=lora.AdapterSpec((("router", 2), ("head", 3)), ALPHAS))  # gradients through all layers
@@ -25,23 +25,29 @@ SMALLER = dataclasses.replace(EVEN, adapter_spec=lora.AdapterSpec((("router", 0)
 ADVANTAGE = np.random.default_rng(0).normal(size=(4, 2)).astype(f32)
 
 
-def updater(world, numeric, tokens=0):
+def updater(world, numeric, tokens=0, cfg=CFG):
     """`update.update` by plain gradient descent, in microbatches of so many tokens: (rollout, advantage) -> state, metrics; its base."""
     model, base, tx = world.model(numeric), world.place(), optax.sgd(RATE)
 
     def run(r, advantage=ADVANTAGE):
         state = jax.device_put(update.State(world.adapter, tx.init(world.adapter), np.int32(41)))
         with quickly():
-            return jax.device_get(update.update(model, tx, CFG, TEMPERATURE, tokens, base, state, jax.device_put(r), advantage))
+            r = jax.device_put(r)
+            reference = scoring.score_all(model, base, None, r, tokens=tokens)
+            weight = loss.token_weights(np.asarray(r.drawn), "token", 0)
+            batch = update.Batch(r, weight, np.broadcast_to(advantage[..., None], weight.shape), reference.scored)
+            experts = update.sampled_experts(model.spec.experts, r)
+            state, metrics = jax.device_get(update.update(model, tx, update.Policy(cfg, TEMPERATURE), tokens, base, state, batch, experts))
+        return state, metrics | update.expert_metrics(metrics.pop("loads"), np.asarray(reference.loads))
 
     return run, base
 
 
 @functools.cache
 def scores(size):
-    """SMALL's (adapter, rollout) -> `update.Scores` by packed rows of `size`."""
+    """SMALL's (adapter, rollout) -> `scoring.Scores` by packed rows of `size`."""
     model, base = SMALL.model(A16), SMALL.place()
-    score = lambda adapter, r: update.score(model, base, lora.prepare(adapter, A16), r, TEMPERATURE, size)
+    score = lambda adapter, r: scoring.score(model, base, lora.prepare(adapter, A16), r, TEMPERATURE, size)
     program = jax.jit(score, compiler_options=QUICK)
     return lambda r: jax.device_get(program(SMALL.adapter, r.replace(prompt_choices=None, choices=None)))
 
@@ -108,10 +114,12 @@ def test_it_descends_the_loss(exact, on_policy):
     def objective(adapter):
         scored, entropy, choices = SMALL.reference(r, adapter)
         tempered, _, _ = SMALL.reference(r, adapter, TEMPERATURE)
-        b = dict(tempered=tempered, old_tempered=old, scored=scored, reference=reference, advantage=ADVANTAGE, mask=mask)
-        total, sums = test_loss.expected(CFG, b)
-        sums = {k: v / mask.sum() for k, v in sums.items()} | {"loss": total / mask.sum(), "entropy": entropy.sum() / mask.sum()}
-        return sums, choices
+        a, each = np.broadcast_to(ADVANTAGE[..., None], mask.shape), mask / mask.sum()
+        total, ratio, clipped = test_loss.naive_surrogate(CFG, mask, each, tempered, old, a)
+        d = np.where(mask, scored - reference, 0)
+        kl = np.sum(each * (np.exp(-d) - 1 + d))
+        sums = {"ratio/mean": ratio, "ratio/clipped": clipped, "kl/ref": kl, "loss": total + CFG.kl * kl}
+        return sums | {"entropy": entropy.sum() / mask.sum()}, choices
 
     expected, choices = objective(SMALL.adapter)
     for name, value in expected.items():
@@ -199,9 +207,9 @@ def test_plan(seed):
     like = Rollout(np.zeros((p, t), int), None, np.zeros((p, g, c), int), *(None,) * 8)
     random = lambda: like.replace(prompt_lengths=rng.integers(1, t + 1, p), lengths=rng.integers(1, c + 1, (p, g)))
     r = random()
-    found = update.plan(r, shards, tokens)
-    count = len(found.rows)
-    rows, used = found.rows.reshape(count, shards, -1), r.prompt_lengths + (r.lengths - 1).sum(1)
+    found = microbatch.plan(r, shards, tokens)
+    count = found.count
+    rows, used = found.rows.reshape(p, shards, -1)[:count], r.prompt_lengths + (r.lengths - 1).sum(1)
     assert sorted(found.rows[found.rows >= 0]) == list(range(p)) and count <= p and found.rows.dtype == np.int32
     for shard in range(shards):
         bins = [batch[batch >= 0] for batch in rows[:, shard]]
@@ -215,17 +223,17 @@ def test_plan(seed):
     longest = t + g * (c - 1)
     assert longest <= found.size <= max(longest, -(-tokens // shards) or 2 * longest)
     assert found.padding == pytest.approx(1 - used.sum() / (count * shards * found.size))
-    other = update.plan(random(), shards, tokens)
+    other = microbatch.plan(random(), shards, tokens)
     assert (other.size, other.rows.shape[1]) == (found.size, found.rows.shape[1])
-    assert (found.size, rows.shape[2]) == update.microbatch(here, t, g, c, -(-tokens // shards))
+    assert (found.size, rows.shape[2]) == microbatch.size(here, t, g, c, -(-tokens // shards))
 
 
 def test_a_plan_of_full_rows():
     """Where all are as long as can be, they go in one microbatch, in pairs, or each alone, without a slot left over."""
     r = Rollout(np.zeros((8, 6), int), np.full(8, 6), np.zeros((8, 2, 5), int), None, np.full((8, 2), 5), *(None,) * 6)
     for shards, tokens, count in ((1, 8 * 14, 1), (1, 10**9, 1), (1, 0, 4), (1, 1, 8), (2, 0, 2), (4, 1, 2), (2, 4 * 14, 2), (8, 0, 1)):
-        found = update.plan(r, shards, tokens)
-        assert (len(found.rows), found.padding) == (count, 0), (shards, tokens)
+        found = microbatch.plan(r, shards, tokens)
+        assert (found.count, found.padding) == (count, 0), (shards, tokens)
 
 
 def optimizer_config(**changes):
@@ -265,7 +273,7 @@ def test_packed_inputs():
         np.array([[5, 6, 0], [7, 8, 9]]), np.array([2, 3]), np.arange(12).reshape(2, 2, 3) + 20, np.ones((2, 2, 3), bool),
         np.array([[3, 1], [2, 3]]), np.ones((2, 2), bool), logprobs, logprobs, logprobs, None, None,
     )  # fmt: skip
-    tokens, positions, fed = update.packed_inputs(r)
+    tokens, positions, fed = scoring.packed_inputs(r)
     assert tokens.tolist() == [[5, 6, 0, 20, 21, 22, 23, 24, 25], [7, 8, 9, 26, 27, 28, 29, 30, 31]]
     assert positions.tolist() == [[0, 1, 2, 2, 3, 4, 2, 3, 4], [0, 1, 2, 3, 4, 5, 3, 4, 5]]
     assert fed.astype(int).tolist() == [[1, 1, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0]]
@@ -273,13 +281,13 @@ def test_packed_inputs():
 
 def test_expert_loads():
     choices = np.array([[[[0, 2], [2, 1]]], [[[1, 0], [0, 1]]]], np.int16)  # [L, P, M, k]
-    assert update.expert_loads(choices, np.array([[True, True]]), 3).tolist() == [[1, 1, 2], [2, 2, 0]]
-    assert update.expert_loads(choices, np.array([[True, False]]), 3).tolist() == [[1, 0, 1], [1, 1, 0]]
+    assert scoring.expert_loads(choices, np.array([[True, True]]), 3).tolist() == [[1, 1, 2], [2, 2, 0]]
+    assert scoring.expert_loads(choices, np.array([[True, False]]), 3).tolist() == [[1, 0, 1], [1, 1, 0]]
 
 
 def test_take(on_policy):
     for rows, same in ((slice(1, 3), slice(1, 3)), (np.array([3, 0]), [3, 0])):
-        part = update.take(on_policy, rows)
+        part = microbatch.take(on_policy, rows)
         assert part.tokens.shape == (2, 2, 5) and part.choices.shape == (2, 2, 2, 5, 2) and part.prompt_choices.shape == (2, 2, 6, 2)
         np.testing.assert_array_equal(part.scored_logprobs, on_policy.scored_logprobs[same])
         np.testing.assert_array_equal(part.drawn, on_policy.drawn[same])

@@ -14,7 +14,7 @@ from quick import QUICK, quickly
 from test_model import completions, masks
 from test_moe import naive_route
 
-from rl_adapter import evaluate, lora, quant, rollout, update
+from rl_adapter import evaluate, lora, quant, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.engine import Engine
@@ -212,7 +212,7 @@ class Family:
         """Compiled: rollout -> logprobs and choices, and where asked for the gradient of the logprobs' sum over what was sampled."""
 
         def value(adapter, base, r, mask):
-            s = update.score(self.model(numeric, mesh), base, lora.prepare(adapter, numeric), r)
+            s = scoring.score(self.model(numeric, mesh), base, lora.prepare(adapter, numeric), r)
             return (s.scored * mask).sum(), (s.scored, s.choices)
 
         program = jax.value_and_grad(value, has_aux=True) if differentiate else lambda *args: (value(*args), None)

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from rl_adapter import config as configs
-from rl_adapter import engine, evaluate, lora, loss, quant, rollout, update
+from rl_adapter import engine, evaluate, lora, loss, quant, rollout, scoring, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -189,7 +189,7 @@ def programs(work: Work) -> dict[str, Program]:
     """The rollout, the scoring pass and the update of a batch. Scoring and the update run on what the first rollout gave."""
     config = configs.default()
     model, base, tx = work.model, work.base, evaluate.optimizer(config)[0]
-    cfg = loss.GRPO(config.loss.clip_low, config.loss.clip_high, config.loss.kl, config.loss.measure_kl)
+    objective = update.Policy(loss.from_config(config.loss))
     samples = []  # made once, by whoever comes first
 
     def rolled_out():
@@ -199,17 +199,19 @@ def programs(work: Work) -> dict[str, Program]:
 
     @jax.jit
     def score(base, adapter, r):
-        s = update.score(model, base, adapter, r)
+        s = scoring.score(model, base, adapter, r)
         return s.tempered, s.scored, s.entropy
 
     def before_update():  # the state is donated
         r = rolled_out()
-        return evaluate.new_state(config, jax.tree.map(jnp.copy, work.adapter)), r, jnp.ones(r.lengths.shape)
+        ones = jnp.ones(r.tokens.shape)
+        reference = scoring.score_all(model, base, None, r).scored  # which a step measures too
+        return update.start(tx, jax.tree.map(jnp.copy, work.adapter)), update.Batch(r, ones / ones.size, ones, reference)
 
     return {
         "rollout": Program(lambda: sample(work)),
         "scoring": Program(score, lambda: (base, evaluate.prepare(model, work.adapter), rolled_out())),
-        "update": Program(lambda state, r, advantage: update.update(model, tx, cfg, 1.0, 0, base, state, r, advantage), before_update),
+        "update": Program(lambda state, batch: update.update(model, tx, objective, 0, base, state, batch), before_update),
     }
 
 
