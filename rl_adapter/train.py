@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import advantage, checkpoint, engine, evaluate, lora, loss, monitor, prompts, reward, rollout, runtime, update
+from rl_adapter import advantage, checkpoint, engine, evaluate, lora, loss, monitor, reward, rollout, runtime, update
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
+from rl_adapter.data import iterator, prompts
 from rl_adapter.files import write_atomically
 from rl_adapter.types import Problem, Rollout
 
@@ -38,7 +39,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     train_data, eval_data = session.data["train"], session.data["eval"]
     if len(train_data.problems) < config.rollout.prompts:
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train_data.problems)} training problems")
-    batches = prompts.make_iterator(len(train_data.problems), config.rollout.prompts, config.data.seed)
+    batches = iterator.from_config(config.data, train_data.sources, config.rollout.prompts)
     tx, schedule = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
     with checkpoint.Checkpoints(
@@ -54,6 +55,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         about = {"trained_parameters": lora.count(state.adapter), "base": session.report, "mesh": dict(session.model.mesh.shape)}
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
             log.note(f"base {session.digest[:12]}  {session.report['bytes']} bytes  mesh {dict(session.model.mesh.shape)}")
+            reports = [train_data.report, eval_data.report]
+            log.note("\n".join(report.text() for report in reports))
+            write_atomically(workdir / "data_report.json", json.dumps([report.as_json() for report in reports], indent=1))
             log.note(f"trained parameters: {lora.count(state.adapter):,}" + (f"  resuming after step {start}" if start else ""))
             examples = min(config.eval.examples, len(eval_data.problems))
             base_accuracy = cursor.get("base_accuracy")
@@ -118,7 +122,9 @@ def train_step(config, session, data, indices, state, tx, step: int, workdir) ->
 
 def next_batch(config, session, data, batches, adapter, step: int) -> tuple[Scored, dict]:
     """A step's completions, and the data's cursor after it."""
-    scored = sample(config, session, data, next(batches), adapter, step)
+    indices = next(batches)
+    scored = sample(config, session, data, indices, adapter, step)
+    batches.observe(indices, np.clip(scored.rewards, 0, 1).mean(1))  # before the cursor is taken, or a resumed run would miss it
     return scored, batches.get_state()
 
 
