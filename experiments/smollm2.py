@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
     c.model = model_file()
     c.steps = 25
     c.remat = False
-    c.data.kinds = ("two_digit_sum",)
+    c.data.train = ("two_digit_sum",)
     c.data.train_size = 750
     c.data.eval_size = 300
     c.data.max_prompt_tokens = 32

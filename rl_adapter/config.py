@@ -69,16 +69,30 @@ def default() -> ConfigDict:
         g.rank = a.get_oneway_ref("rank") if group in ("attention", "mlp", "experts") else 0
         g.alpha = a.get_oneway_ref("alpha")
 
+    # Sources of problems (data/sources.py): a kind of environments.generated.POOLS | 'gym:NAME' or 'gym:NAME:{config}' of reasoning-gym |
+    # a .jsonl or .parquet file | 'python:MODULE:FUNCTION'. On the command line a name with a comma or quotes is given as "('...',)".
     d = c.data = ConfigDict()
-    d.kinds = ("chain_sum", "leg_counting", "base_conversion")  # one or more, distinct, of environments.generated.POOLS
-    d.train_size = 4096  # problems >= 1 to train on
-    d.eval_size = 256  # problems >= 1 held out, split from train by question
+    d.train = ("chain_sum", "leg_counting", "base_conversion")  # one or more, distinct
+    d.eval = ()  # held-out problems, distinct; () = held out of those of train, by question
+    d.train_size = 4096  # problems >= 1 to train on, of all generated sources together, as many of each as can be; files are read whole
+    d.eval_size = 256  # problems >= 1 held out, likewise
     d.seed = 0  # int in 0 .. 2^32 - 1; seed of the generated problems and of their order
-    d.train_path = ""  # JSON-lines file of problems; '' = generated
-    d.eval_path = ""  # as train_path
-    d.prompt = "{prompt}"  # text around each problem's prompt, which stands for {prompt}
-    d.chat = False  # render it as a user's message by the model's chat template
-    d.max_prompt_tokens = 64  # tokens >= 1; a longer prompt is an error, never cut
+    d.weights = ()  # a number > 0 for each source of train, its share of what is drawn; () = all problems alike
+    d.prompt = "{prompt}"  # text around each problem's prompt, which stands for {prompt}; messages stay as they are
+    d.chat = False  # render it as a user's message by the model's chat template; messages always are
+    d.max_prompt_tokens = 64  # tokens >= 1; a prompt is never cut
+
+    # What is done about records with a fault: 'refuse' the run | 'drop' them, and say so in data_report.json.
+    d.duplicates = "refuse"  # what is asked is asked before
+    d.empty = "refuse"  # blank, or no token
+    d.too_long = "refuse"  # more than max_prompt_tokens
+    d.overlap = "refuse"  # to train on, but held out too
+
+    # Which problem comes next: 'none' = shuffled epochs | 'pass_rate' = rather one that passes sometimes (data/iterator.py has the formula)
+    d.curriculum = "none"
+    d.explore = 0.5  # in (0, 1]; share of draws for problems never drawn, while there are any
+    d.floor = 0.05  # in (0, 1]; weight of a problem that passes always or never, beside 1 of one that passes half the time
+    d.newest = 0.5  # in (0, 1]; share of the newest measurement in a problem's running pass rate
 
     r = c.rollout = ConfigDict()
     r.prompts = 16  # prompts in a step >= 1; divisible by optimizer.minibatches
@@ -191,6 +205,8 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
         "loss.kl_in": ("loss", "reward"),
         "loss.correction": ("none", "truncated", "masked", "icepop"),
         "optimizer.schedule": ("constant", "linear", "cosine"),
+        "data.curriculum": ("none", "pass_rate"),
+        **{f"data.{fault}": ("refuse", "drop") for fault in ("duplicates", "empty", "too_long", "overlap")},
         **{f"quantize.{k}": FORMATS for k in config.quantize},
     }
 
@@ -221,6 +237,7 @@ _RANGES = {
     **{f: _POSITIVE for f in ("advantage.eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
+    **{f"data.{f}": (lambda v: 0 < v <= 1, "in (0, 1]") for f in ("explore", "floor", "newest")},
     "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
     "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
     "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
@@ -241,15 +258,11 @@ def validate(config: ConfigDict) -> None:
         raise ValueError(f"adapter: every rank is 0, need at least one of adapter.{{{','.join(GROUPS)}}}.rank above 0")
     if config.cache_bits > config.act_bits:
         raise ValueError(f"cache_bits: found {config.cache_bits}, need at most act_bits = {config.act_bits}")
-    kinds = config.data.kinds
-    if not kinds or len(set(kinds)) < len(kinds) or not all(isinstance(k, str) and k for k in kinds):
-        raise ValueError(f"data.kinds: found {kinds!r}, need one or more distinct names")
-    if config.data.prompt.count("{prompt}") != 1:
-        raise ValueError(f"data.prompt: found {config.data.prompt!r}, need a text that holds {{prompt}} once")
+    _validate_data(config.data)
     if not all(isinstance(text, str) and text for text in config.rollout.stop):
         need = """texts that are not empty: () for none; on the command line, "'12'" for a text that reads as a number"""
         raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need {need}")
-    for field in ("data.prompt", "data.kinds", "rollout.stop", "reward.mark"):
+    for field in ("data.prompt", "data.train", "data.eval", "rollout.stop", "reward.mark"):
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
                 raise ValueError(f"{field}: found {half!a}, half a character or a byte that is not UTF-8, in {text!a}, need whole ones")
@@ -263,11 +276,11 @@ def validate(config: ConfigDict) -> None:
     if config.optimizer.warmup_steps > (updates := config.steps * config.optimizer.minibatches * config.optimizer.epochs):
         need = f"at most the {updates} updates of the run"
         raise ValueError(f"optimizer.warmup_steps: found {config.optimizer.warmup_steps}, need {need}")
-    if not config.data.eval_path and config.eval.examples > config.data.eval_size:
+    generated = not any(is_file(source) or source.startswith("python:") for source in config.data.eval or config.data.train)
+    if generated and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")
-    for field, kind in {"data.train_path": "JSON-lines", "data.eval_path": "JSON-lines", "quality.text_path": "text"}.items():
-        if fields[field] and not os.path.isfile(fields[field]):
-            raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a {kind} file or ''")
+    if config.quality.text_path and not os.path.isfile(config.quality.text_path):
+        raise ValueError(f"quality.text_path: found {config.quality.text_path!r}, which is no file; need a text file or ''")
     # os.path, as pathlib's is_file raises where a name is too long.
     for field in ("adapter.init", "loss.reference"):
         path = fields[field]
@@ -307,6 +320,29 @@ def _check_algorithm(config: ConfigDict) -> None:
         raise ValueError("loss.kind: found 'gspo', need 'gspo_token' for advantages that differ within a completion")
     if config.critic.warmup_steps >= config.steps and a.estimator == "gae":
         raise ValueError(f"critic.warmup_steps: found {config.critic.warmup_steps}, need less than steps = {config.steps}")
+
+
+def _validate_data(data: ConfigDict) -> None:
+    for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
+        if len(set(sources)) < len(sources) or not all(isinstance(s, str) and s for s in sources):
+            raise ValueError(f"{field}: found {sources!r}, need distinct sources, each a text")
+        for source in sources:
+            if is_file(source) and not os.path.isfile(source):
+                raise ValueError(f"{field}: found {source!r}, which is no file; need a JSONL or Parquet file")
+    if not data.train:
+        raise ValueError("data.train: found none, need at least one source")
+    good = [w for w in data.weights if isinstance(w, int | float) and not isinstance(w, bool) and 0 < w < float("inf")]
+    if data.weights and not len(good) == len(data.weights) == len(data.train):
+        raise ValueError(
+            f"data.weights: found {data.weights!r}, need () or a finite number above 0 for each of the {len(data.train)} sources"
+        )
+    if data.prompt.count("{prompt}") != 1:
+        raise ValueError(f"data.prompt: found {data.prompt!r}, need a text that holds {{prompt}} once")
+
+
+def is_file(source: str) -> bool:
+    """Whether a source of problems is a file, by its name."""
+    return source.lower().endswith((".jsonl", ".parquet"))
 
 
 def _is_variant(text: str) -> bool:

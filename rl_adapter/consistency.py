@@ -20,10 +20,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rl_adapter import evaluate, lora, prompts, rollout, scoring
+from rl_adapter import evaluate, lora, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
+from rl_adapter.data import prompts
 from rl_adapter.files import write_atomically
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Rollout, Spec

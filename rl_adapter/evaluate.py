@@ -1,7 +1,6 @@
 """Held-out greedy accuracy, by the very sampler and numerics that training uses."""
 
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -15,10 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, prompts, reward, rollout, scalar, update
+from rl_adapter import checkpoint, engine, lora, monitor, reward, rollout, scalar, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
+from rl_adapter.data import prompts, sources
 from rl_adapter.files import write_atomically
 
 
@@ -73,9 +73,8 @@ def by_kind(problems: list, rewards: np.ndarray) -> dict[str, float]:
 
 def identity(config: ConfigDict, digest: str) -> dict:
     """What a checkpoint belongs to."""
-    path = config.data.train_path
-    file = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest() if path else ""
-    return {"base_digest": digest, "train_file": file, "config": configs.identity(config), "packages": monitor.versions()}
+    data = sources.identity(config.data)
+    return {"base_digest": digest, "data": data, "config": configs.identity(config), "packages": monitor.versions()}
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:

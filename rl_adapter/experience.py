@@ -9,8 +9,9 @@ from concurrent import futures
 import jax
 import numpy as np
 
-from rl_adapter import advantage, engine, evaluate, microbatch, prompts, rollout, runtime
+from rl_adapter import advantage, engine, evaluate, microbatch, rollout, runtime
 from rl_adapter import session as sessions
+from rl_adapter.data import prompts
 from rl_adapter.types import Outcome, Problem, Rollout
 
 
@@ -94,7 +95,9 @@ def gather(config, session, data, batches, adapter, version: int, step: int, jud
     for attempt in range(config.rollout.tries):
         indices = next(batches)
         found.append(play(config, session, data, indices, prepared, settings, (seed + attempt * 7_368_787) % 2**31, judge, counts))
-        mixed += int(advantage.mixed(found[-1].rewards).sum())
+        rewards = found[-1].rewards
+        batches.observe(indices, np.clip(rewards, 0, 1).mean(1))  # before the cursor is taken, or a resumed run would miss it
+        mixed += int(advantage.mixed(rewards).sum())
         if mixed >= wanted:
             break
     cursor = batches.get_state()

@@ -29,12 +29,13 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, prompts, quality_show
+from rl_adapter import evaluate, quality_show
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
+from rl_adapter.data import prompts
 from rl_adapter.files import write_atomically
-from rl_adapter.hub import chat, codecs, load
+from rl_adapter.hub import codecs, load
 from rl_adapter.hub.tokenizer import Tokenizer
 from rl_adapter.types import Array, Base, Numerics
 
@@ -265,13 +266,13 @@ def _text(config: ConfigDict, tokenizer: Tokenizer) -> tuple[list[np.ndarray], l
 
 def _problems(config: ConfigDict, tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
     rows, starts = [], []
-    for problem in prompts.load(config.data, "eval")[: config.quality.rows]:
-        text = config.data.prompt.replace("{prompt}", problem.prompt)
-        start = chat.start(tokenizer, [{"role": "user", "content": text}]).ids if config.data.chat else tokenizer.encode(text)
+    for problem in prompts.load(config.data, "eval").problems[: config.quality.rows]:
+        start = prompts.tokens_of(tokenizer, config.data, problem)
         answer = f"{config.reward.mark} {problem.answer}" if config.reward.mark else problem.answer
-        between = "" if config.data.chat or text[-1].isspace() else " "
+        asked = prompts.asked(config.data, problem)
+        between = "" if not isinstance(asked, str) or asked[-1].isspace() else " "
         end = tokenizer.encode(between + answer, special=False)
-        if not start or not end:
+        if not len(start) or not end:
             raise ValueError(f"data: found a problem of {len(start)} tokens with an answer of {len(end)}, need at least 1 of each")
         rows.append(np.array([*start, *end], np.int32))
         starts.append(len(start))

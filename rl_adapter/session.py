@@ -11,10 +11,11 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, monitor, prompts, reward, rollout
+from rl_adapter import engine, lora, monitor, reward, rollout
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
-from rl_adapter.hub import chat, load, peft_read, prepared
+from rl_adapter.data import prompts
+from rl_adapter.hub import load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Numerics, Problem
@@ -81,17 +82,14 @@ class Data:
     problems: list[Problem]
     encoded: list  # int32 arrays
     length: int  # the padded length that serves every prompt: one compilation
+    sources: np.ndarray  # [n] int32, of each problem: which of data.train, or data.eval
+    report: prompts.Report  # what was read, and what of it dropped
 
 
 def open_data(config: ConfigDict, tokenizer: tokenizers.Tokenizer, split: str) -> Data:
-    problems = prompts.load(config.data, split)
-    text = lambda prompt: config.data.prompt.replace("{prompt}", prompt)
-    if config.data.chat:
-        tokens_of = lambda prompt: chat.start(tokenizer, [{"role": "user", "content": text(prompt)}]).ids
-    else:
-        tokens_of = lambda prompt: tokenizer.encode(text(prompt))
-    encoded = prompts.encode(tokens_of, problems, config.data.max_prompt_tokens)
-    return Data(problems, encoded, rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens))
+    found, encoded = prompts.encode(tokenizer, config.data, prompts.load(config.data, split))
+    length = rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens)
+    return Data(found.problems, encoded, length, found.sources, found.report)
 
 
 def sampling(config: ConfigDict, session: Session, greedy: bool = False) -> Sampling:

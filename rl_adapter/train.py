@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import checkpoint, engine, evaluate, experience, learn, lora, monitor, prompts, reward, runtime, update
+from rl_adapter import checkpoint, engine, evaluate, experience, learn, lora, monitor, reward, runtime, update
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
+from rl_adapter.data import iterator
 from rl_adapter.experience import Experience
 from rl_adapter.files import write_atomically
 
@@ -33,7 +34,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     train_data, eval_data = session.data["train"], session.data["eval"]
     if len(train_data.problems) < config.rollout.prompts:
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train_data.problems)} training problems")
-    batches = prompts.make_iterator(len(train_data.problems), config.rollout.prompts, config.data.seed)
+    batches = iterator.from_config(config.data, train_data.sources, config.rollout.prompts)
     tx, schedule = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
     judge = reward.Judge(sessions.reward_of(config))
@@ -51,6 +52,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         about = {"trained_parameters": trained, "base": session.report, "mesh": dict(session.model.mesh.shape)}
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
             log.note(f"base {session.digest[:12]}  {session.report['bytes']} bytes  mesh {dict(session.model.mesh.shape)}")
+            reports = [train_data.report, eval_data.report]
+            log.note("\n".join(report.text() for report in reports))
+            write_atomically(workdir / "data_report.json", json.dumps([report.as_json() for report in reports], indent=1))
             log.note(f"trained parameters: {trained:,}" + (f"  resuming after step {start}" if start else ""))
             examples = min(config.eval.examples, len(eval_data.problems))
             base_accuracy = cursor.get("base_accuracy")

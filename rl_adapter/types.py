@@ -197,3 +197,20 @@ class Outcome:
     reward: float  # of all parts, weighted
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by scorer, unweighted; also of scorers that are only watched
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by scorer that could not score it: why
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A completion to imitate."""
+
+    problem: Problem
+    completion: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two completions, of which one is preferred."""
+
+    problem: Problem
+    chosen: str
+    rejected: str

@@ -28,9 +28,9 @@ BAD = [
     ({"adapter.rank": -2}, "adapter.rank"),
     ({"adapter.head.rank": -1}, "adapter.head.rank"),
     ({"adapter.alpha": 0.0}, "adapter.alpha"),
-    ({"data.kinds": ()}, "data.kinds"),
-    ({"data.kinds": ("a", "a")}, "data.kinds"),
-    ({"data.train_path": "/nowhere.jsonl"}, "data.train_path"),
+    ({"data.train": ()}, "data.train"),
+    ({"data.train": ("a", "a")}, "data.train"),
+    ({"data.train": ("a", "/nowhere.jsonl")}, "data.train"),
     ({"data.eval_size": 8}, "eval.examples"),
     ({"rollout.group": 1}, "rollout.group"),
     ({"rollout.prompts": 15, "optimizer.minibatches": 2}, "rollout.prompts"),
@@ -61,13 +61,21 @@ BAD = [
     ({"rollout.stop": (12,)}, "rollout.stop"),
     ({"rollout.stop": ("a", "\ud800")}, "rollout.stop"),
     ({"data.prompt": "\udcff{prompt}"}, "data.prompt"),
-    ({"data.kinds": ("\udfff",)}, "data.kinds"),
+    ({"data.train": ("\udfff",)}, "data.train"),
     ({"reward.mark": "\ud83d:"}, "reward.mark"),
     ({"model": "x" * 5000}, "model"),
     ({"model": "x" * 5000 + ".gguf"}, "model"),
     ({"quality.also": ("\0",)}, "quality.also"),
     ({"adapter.init": "x" * 5000}, "adapter.init"),
-    ({"data.eval_path": "x" * 5000}, "data.eval_path"),
+    ({"data.eval": ("x" * 5000 + ".jsonl",)}, "data.eval"),
+    ({"data.eval": (3,)}, "data.eval"),
+    ({"data.eval": ("\0.parquet",)}, "data.eval"),
+    ({"data.weights": (1, 2)}, "data.weights"),
+    ({"data.weights": (1, 2, 0)}, "data.weights"),
+    ({"data.weights": (1, 2, float("nan"))}, "data.weights"),
+    ({"data.curriculum": "yes"}, "data.curriculum"),
+    ({"data.explore": 0.0}, "data.explore"),
+    ({"data.too_long": "cut"}, "data.too_long"),
     ({"quality.tokens": 1}, "quality.tokens"),
     ({"quality.rows": 0}, "quality.rows"),
     ({"quality.variants": ()}, "quality.variants"),
@@ -131,8 +139,9 @@ def test_every_number_and_choice_has_a_check():
         "quality.tasks",
         "quality.plot",
     }  # yes or no
-    free |= {"model", "prepared", "adapter.init", "data.train_path", "data.eval_path", "quality.text_path"}  # paths
-    free |= {"data.kinds", "data.prompt", "rollout.stop", "reward.mark", "quality.against", "quality.also", "quality.variants"}  # by hand
+    free |= {"model", "prepared", "adapter.init", "quality.text_path"}  # paths
+    free |= {"data.train", "data.eval", "data.weights", "data.prompt", "rollout.stop", "reward.mark"}  # by hand
+    free |= {"quality.against", "quality.also", "quality.variants"}
     config = config_lib.default()
     checked = set(config_lib._RANGES) | set(config_lib._choices(config))
     assert set(config_lib.flatten(config)) == checked | free
@@ -174,7 +183,7 @@ def test_identity_holds_what_decides_the_bits():
     config = config_lib.default()
     same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1, "prepared": "x", "quality.rows": 3}
     assert config_lib.identity(config_lib.override(config, same)) == config_lib.identity(config)
-    for change in ({"seed": 1}, {"adapter.rank": 4}, {"data.kinds": ("x",)}, {"numerics": "float"}):
+    for change in ({"seed": 1}, {"adapter.rank": 4}, {"data.train": ("x",)}, {"numerics": "float"}):
         assert config_lib.identity(config_lib.override(config, change)) != config_lib.identity(config)
     cosine = config_lib.override(config, {"optimizer.schedule": "cosine"})
     assert config_lib.identity(config_lib.override(cosine, {"steps": 7})) != config_lib.identity(cosine)

@@ -40,9 +40,9 @@ def test_parse_refuses(args, message, monkeypatch):
 def test_parse_reads_overrides_in_any_order_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = ["--config.steps=3", "--config.adapter.rank=4", "--config=experiments/quickstart_sweep.py", "--noconfig.remat", "--devices=2"]
-    values, file = launch.parse(["launch.py", *args, "--config.data.kinds=a", "--config.data.kinds=b"])
+    values, file = launch.parse(["launch.py", *args, "--config.data.train=a", "--config.data.train=b"])
     assert (values.config.steps, values.config.adapter.experts.rank, values.config.remat) == (3, 4, False)
-    assert values.config.data.kinds == ("a", "b")
+    assert values.config.data.train == ("a", "b")
     assert (values.workdir, values.devices, values.mode) == ("runs/quickstart_sweep", 2, "train")
     assert file == str(ROOT / "experiments/quickstart_sweep.py")
 

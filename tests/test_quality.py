@@ -15,7 +15,7 @@ from quick import QUICK, quickly
 
 import launch
 from rl_adapter import config as config_lib
-from rl_adapter import prompts, quality, quality_show
+from rl_adapter import quality, quality_show
 from rl_adapter import session as sessions
 from rl_adapter.hub import load
 from rl_adapter.types import Numerics
@@ -107,7 +107,7 @@ def test_launcher_measures_the_shipped_base_with_tasks(tmp_path, capsys, quick):
     pytest.importorskip("matplotlib")
     sums = [{"prompt": f"{a}+{a + 1}-1? ", "answer": str(2 * a)} for a in range(2, 10)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
-    small = {"data.eval_path": tmp_path / "sums.jsonl", "data.train_path": tmp_path / "more.jsonl"}
+    small = {"data.eval": tmp_path / "sums.jsonl", "data.train": tmp_path / "more.jsonl"}
     (tmp_path / "more.jsonl").write_text('{"prompt": "1+1? ", "answer": "2"}')  # else the train split is generated, to compare with
     small |= {"eval.examples": 8, "eval.batch": 8, "rollout.max_new_tokens": 4, "data.max_prompt_tokens": 16, "mesh.data": 1}
     small |= {"quality.rows": 8, "quality.batch": 8, "quality.variants": "a8"}
@@ -140,8 +140,12 @@ def test_bases_that_load_alike_are_loaded_once(golden):
 def test_refused_before_anything_is_loaded(golden, tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "open_session", lambda *_: pytest.fail("loaded"))
 
+    (tmp_path / "others.jsonl").write_text('{"prompt": "t9", "answer": "t3"}')
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "t1 t2", "answer": "t3"}')
+    files = {"data.train": (str(tmp_path / "others.jsonl"),), "data.eval": (str(tmp_path / "problems.jsonl"),)}
+
     def refused(message, model="mistral-bf16", **changes):
-        changes = {f"quality.{k}": v for k, v in changes.items()}
+        changes = {f"quality.{k}": v for k, v in changes.items()} | files
         with pytest.raises(ValueError, match=message):
             quality.run(settings(golden, model, **changes), tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -150,8 +154,6 @@ def test_refused_before_anything_is_loaded(golden, tmp_path, monkeypatch):
     write_tokenizer(moved := shutil.copytree(golden / "mistral-gptq", tmp_path / "moved"), shift=1)
     refused(r"quality: tokenizer: found 64 tokens with other ids \(such as 't", against=str(moved))
     refused(r"quality.tokens: found 80, need at most 64, the positions", tokens=80, text_path=str(long_text(tmp_path)))
-    (tmp_path / "problems.jsonl").write_text('{"prompt": "t1 t2", "answer": "t3"}')
-    monkeypatch.setattr(prompts, "load", lambda data, split: prompts.read_jsonl(tmp_path / "problems.jsonl"))
     refused("quality.tokens: found 3, need at least 4 for the longest problem", tokens=3, text_path="")  # t1 t2 Answer: t3
     (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "t1 " * 80, "answer": "t3"}))
     refused("data: found a problem of 8. tokens with its answer, need at most 64", tokens=256, text_path="")

@@ -12,7 +12,7 @@ def test_everything_that_headers_tell_is_refused_before_a_weight_is_read(tmp_pat
     monkeypatch.setattr(load, "load", lambda *_: pytest.fail("weights were read"))
     refused = {
         "adapter.experts.rank": (200, "adapter.experts.rank: found 200, need at most 128"),
-        "data.kinds": (("chain",), "kinds: found .*chain"),
+        "data.train": (("chain",), "data.train: found 'chain'"),
         "data.max_prompt_tokens": (2, "data.max_prompt_tokens: found 2"),
         "data.chat": (True, "template"),
         "rollout.stop": (("12",), "rollout.stop: found '12', which is 2 tokens"),

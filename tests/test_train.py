@@ -322,8 +322,8 @@ def rename_architecture(base):
         ({"rollout.max_new_tokens": 120}, None, "context: found 152 tokens .*need at most the model's 128 positions"),
         ({"context": 16}, None, "context: found 16, need 0 or at least"),
         ({"rollout.cache_tokens": 32}, None, r"rollout.cache_tokens: found 32, need at least \d+: one prompt of \d+ tokens and .* of 8"),
-        ({"data.train_path": "empty.jsonl"}, None, "data.train_path: found no problems in"),
-        ({"data.eval_path": "/no/such.jsonl"}, None, "data.eval_path: found '/no/such.jsonl', which is no file"),
+        ({"data.train": ("empty.jsonl",)}, None, "data.train: found no problems in"),
+        ({"data.eval": ("/no/such.jsonl",)}, None, "data.eval: found '/no/such.jsonl', which is no file"),
         ({"data.train_size": 2}, None, "rollout.prompts: found 4, need at most the 2 training problems"),
         ({"adapter.experts.rank": 33}, None, "adapter.experts.rank: found 33, need at most 32"),
         ({"numerics": "exakt"}, None, "numerics: found 'exakt'"),
@@ -334,7 +334,7 @@ def test_bad_input_is_one_clear_error_before_anything_compiles(base, tmp_path, c
     if damage:
         damage(shutil.copytree(base, tmp_path / "base"))
         changes = {"model": str(tmp_path / "base")}
-    changes = {k: str(tmp_path / v) if v == "empty.jsonl" else v for k, v in changes.items()}
+    changes = {k: (str(tmp_path / v[0]),) if v == ("empty.jsonl",) else v for k, v in changes.items()}
     config, made = config_lib.override(make_config(base), changes), runtime.compilations()
     with pytest.raises(ValueError, match=message):
         train.run(config, tmp_path / "run")

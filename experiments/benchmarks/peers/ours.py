@@ -9,9 +9,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, lora, prompts, rollout, train
+from rl_adapter import evaluate, lora, rollout, train
 from rl_adapter import model as models
 from rl_adapter import session as sessions
+from rl_adapter.data import prompts
 
 VARIANTS = {"exact A16": ("exact", 16), "exact A8": ("exact", 8), "float": ("float", 16)}
 EXPERIMENTS = {"moe": "experiments/quickstart.py", "smollm2": "experiments/smollm2.py"}
