@@ -23,6 +23,11 @@ SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
+OMITTABLE = (  # of samples.SCHEMA
+    *("prompt_text", "messages", "answer", "metadata", "prompt_tokens", "completion_text", "completion_tokens", "drawn"),
+    *("sampled_logprobs", "tempered_logprobs", "scored_logprobs", "adapter_versions", "parts", "failures"),
+)
+SPELT = {"prompt_text": ("prompt_tokens", "messages"), "completion_text": ("completion_tokens",)}  # what gives a text away
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
@@ -122,7 +127,21 @@ def default() -> ConfigDict:
     e = c.eval = ConfigDict()
     e.examples = 256  # held-out problems >= 1, at most data.eval_size where they are generated; greedy
     e.every = 0  # steps between evaluations; 0 = only before and after
-    e.batch = 64  # problems decoded at a time >= 1
+    e.batch = 64  # completions decoded at a time >= 1
+    # --mode=eval, beside greedy: mean@n, pass@k and maj@k of n completions of each problem.
+    e.samples = 1  # n, in 1 .. 512; 1 = greedy only
+    e.k = ()  # distinct numbers in 1 .. n; () = 1, 2, 4, .. and n
+    e.temperature = 1.0  # >= 0.001
+    e.top_p = 1.0  # probability mass kept, in (0, 1]; 1.0 = off
+    e.solved = 1.0  # reward, finite, from which a completion counts as right
+
+    # WORKDIR/samples: every completion of a step in a Parquet file, and a manifest that --mode=audit checks.
+    sm = c.samples = ConfigDict()
+    sm.write = True
+    sm.keep = 0  # steps >= 0 whose files are kept, the last ones; 0 = all
+    sm.keep_every = 0  # >= 0; files of steps that this divides are kept beside those; 0 = none
+    sm.omit = ()  # fields to leave out, of OMITTABLE; a text only together with what SPELT says
+    sm.redact = ()  # regular expressions (RE2): what they find in texts is replaced, and tokens that spell such a text are left out
 
     # --mode=quality: bases in low precision against a reference, which runs in float numerics.
     y = c.quality = ConfigDict()
@@ -174,10 +193,13 @@ _RANGES = {
     **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
-    "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
+    **{f: (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001") for f in ("rollout.temperature", "eval.temperature")},
+    **{f: (lambda v: 0 < v <= 1, "in (0, 1]") for f in ("rollout.top_p", "eval.top_p")},
+    **{f: _AT_LEAST_0 for f in ("samples.keep", "samples.keep_every")},
+    "eval.samples": (lambda v: 1 <= v <= 512, "in 1 .. 512"),
+    "eval.solved": (lambda v: abs(v) < float("inf"), "a finite number"),
     "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
     "rollout.group": (lambda v: v >= 2, "at least 2: advantages are relative to the group"),
-    "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),
 }
 
@@ -219,6 +241,10 @@ def validate(config: ConfigDict) -> None:
         raise ValueError(f"optimizer.warmup_steps: found {config.optimizer.warmup_steps}, need {need}")
     if not config.data.eval_path and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")
+    k, n = config.eval.k, config.eval.samples
+    if len(set(k)) < len(k) or not all(type(x) is int and 1 <= x <= n for x in k):
+        raise ValueError(f"eval.k: found {k!r}, need distinct numbers in 1 .. eval.samples = {n}, or ()")
+    _validate_samples(config.samples)
     for field, kind in {"data.train_path": "JSON-lines", "data.eval_path": "JSON-lines", "quality.text_path": "text"}.items():
         if fields[field] and not os.path.isfile(fields[field]):
             raise ValueError(f"{field}: found {fields[field]!r}, which is no file; need a {kind} file or ''")
@@ -238,6 +264,27 @@ def validate(config: ConfigDict) -> None:
         if not (isinstance(path, str) and _is_model(path)):
             need = f"a directory that holds config.json and is not named .gguf, or a file named .gguf, in lower case{otherwise}"
             raise ValueError(f"{field}: found {path!r}, need {need}")
+
+
+def _validate_samples(settings: ConfigDict) -> None:
+    omit = settings.omit
+    if unknown := [name for name in omit if name not in OMITTABLE]:
+        raise ValueError(f"samples.omit: found {unknown[0]!r}, need fields of {', '.join(OMITTABLE)}")
+    for text, others in SPELT.items():
+        if text in omit and (left := [name for name in others if name not in omit]):
+            raise ValueError(f"samples.omit: found {text} without {left[0]}, which gives it away; need both, or neither")
+    if not settings.redact:
+        return
+    import pyarrow as pa  # takes long to load, which most command lines need not wait for
+    import pyarrow.compute
+
+    for pattern in settings.redact:
+        try:
+            found = pa.compute.match_substring_regex(pa.scalar(""), pattern).as_py()
+        except (pa.ArrowInvalid, TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"samples.redact: found {pattern!a} ({error}), need a regular expression of RE2") from None
+        if found:
+            raise ValueError(f"samples.redact: found {pattern!a}, which finds the empty text, need one that does not")
 
 
 def _is_variant(text: str) -> bool:
@@ -282,11 +329,12 @@ def flatten(config: ConfigDict | Mapping[str, Any], prefix: str = "") -> dict[st
 def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the bits of a run: what a checkpoint is compared by.
 
-    Evaluation and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
+    Evaluation, samples and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
     more steps merely extend it.
     """
     # The base is compared by its digest, not by where it lies.
-    watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
+    watched = "eval.", "samples.", "checkpoint.", "quality.", "model", "prepared"
+    watched += ("steps",) if config.optimizer.schedule == "constant" else ()
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
     return fields | {"adapter.init": _digest(config.adapter.init)}

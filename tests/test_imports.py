@@ -10,8 +10,8 @@ PACKAGE = ROOT / "rl_adapter"
 
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
-    ("types", "files", "config", "runtime"),
-    ("environments", "mesh", "numerics", "packing"),
+    ("types", "files", "config", "runtime", "statistics"),
+    ("environments", "manifest", "mesh", "numerics", "packing"),
     ("quant",),
     ("lora",),
     ("attention", "moe"),
@@ -20,9 +20,9 @@ LAYERS = [
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
     ("scheduler",),
-    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
+    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "samples", "monitor"),  # the stages
     ("session", "plan"),
-    ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
+    ("train", "evaluate", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
 WITHIN = {12}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
