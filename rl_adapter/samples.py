@@ -190,7 +190,7 @@ def encode(table: pa.Table) -> bytes:
     floats = {f"{field.name}.list.element": "BYTE_STREAM_SPLIT" for field in SCHEMA if field.type == _FLOATS}
     out = pa.BufferOutputStream()
     # Without statistics, which would hold texts that need not be read to be seen, and cost room.
-    pq.write_table(table, out, compression="zstd", use_dictionary=texts, column_encoding=floats, write_statistics=False)
+    pq.write_table(table.combine_chunks(), out, compression="zstd", use_dictionary=texts, column_encoding=floats, write_statistics=False)
     return out.getvalue().to_pybytes()
 
 
@@ -216,4 +216,4 @@ def _read(path: pathlib.Path) -> pa.Table:
     version = (table.schema.metadata or {}).get(_KEY, b"none").decode(errors="replace")
     if version != VERSION or not table.schema.equals(SCHEMA):
         raise ValueError(f"{path}: found samples of schema {version[:20]}, need {VERSION}")
-    return table
+    return table.cast(SCHEMA)  # Parquet has its own names for the elements of a list

@@ -362,8 +362,8 @@ def test_every_change_is_seen(whole, tmp_path, what):
 def test_read_gives_the_steps_that_are_asked_for(whole, tmp_path):
     workdir = whole[0].parent
     assert samples.read(workdir)["step"].to_pylist() == [step for step in range(STEPS) for _ in range(2)]
-    both = (samples.read(workdir, [4, 1]), pa.concat_tables([TABLES[4], TABLES[1]]))
-    assert len(set(samples.encode(table.combine_chunks()) for table in both)) == 1
+    needed = pa.concat_tables([TABLES[4], TABLES[1]])
+    assert samples.encode(samples.read(workdir, [4, 1])) == samples.encode(needed)
     assert samples.read(tmp_path).num_rows == 0
     with pytest.raises(ValueError, match=r"^steps: found no samples of \[9\]"):
         samples.read(workdir, [9])
@@ -382,7 +382,8 @@ def test_read_refuses_what_are_no_samples(tmp_path):
 
 def test_other_readers_take_the_files(whole):
     """SQL over all files at once, and pandas where it is there."""
-    query = f"""select step, avg(reward), max(parts['answer']), sum(len(completion_tokens)), count(*) filter (failures['judge'] = 'too late')
+    late = "count(*) filter (failures['judge'] = 'too late')"
+    query = f"""select step, avg(reward), max(parts['answer']), sum(len(completion_tokens)), {late}
                 from read_parquet('{whole[0]}/*.parquet') group by step order by step"""
     for (step, reward, answer, tokens, late), table in zip(duckdb.sql(query).fetchall(), TABLES.values(), strict=True):
         rows = table.to_pylist()
