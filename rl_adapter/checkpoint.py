@@ -130,6 +130,14 @@ class Checkpoints:
         args = ocp.args.Composite(tree=ocp.args.StandardSave(_filled(_named(tree))), cursor=ocp.args.JsonSave(dict(cursor)))
         return self._manager.save(step, args=args, force=True)
 
+    def steps(self) -> list[int]:
+        """The steps that are there, readable or not."""
+        return sorted(self._manager.all_steps())
+
+    def cursor(self, step: int) -> dict:
+        """The cursor of a step alone."""
+        return self._manager.restore(step, args=ocp.args.Composite(cursor=ocp.args.JsonRestore())).cursor
+
     def latest(self) -> int | None:
         """The last step that can be read in full, or None if there are no steps; damaged ones after it are set aside.
 

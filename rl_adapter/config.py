@@ -27,6 +27,11 @@ OBJECTIVES = "rl", "sft", "dpo", "ipo", "reward"
 ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"  # of advantage.py
 OF_GROUPS = "grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"  # those that need more than one completion of a prompt
 KINDS = "ppo", "gspo", "gspo_token", "cispo", "dpo", "ipo"  # of losses on rollouts, of loss.py
+OMITTABLE = (  # of samples.SCHEMA
+    *("prompt_text", "messages", "answer", "metadata", "prompt_tokens", "completion_text", "completion_tokens", "drawn"),
+    *("sampled_logprobs", "tempered_logprobs", "scored_logprobs", "adapter_versions", "parts", "failures"),
+)
+SPELT = {"prompt_text": ("prompt_tokens", "messages"), "completion_text": ("completion_tokens",)}  # what gives a text away
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
@@ -171,7 +176,21 @@ def default() -> ConfigDict:
     e = c.eval = ConfigDict()
     e.examples = 256  # held-out problems >= 1, at most data.eval_size where they are generated; greedy
     e.every = 0  # steps between evaluations; 0 = only before and after
-    e.batch = 64  # problems decoded at a time >= 1
+    e.batch = 64  # completions decoded at a time >= 1
+    # --mode=eval, beside greedy: mean@n, pass@k and maj@k of n completions of each problem.
+    e.samples = 1  # n, in 1 .. 512; 1 = greedy only
+    e.k = ()  # distinct numbers in 1 .. n; () = 1, 2, 4, .. and n
+    e.temperature = 1.0  # >= 0.001
+    e.top_p = 1.0  # probability mass kept, in (0, 1]; 1.0 = off
+    e.solved = 1.0  # reward, finite, from which a completion counts as right
+
+    # WORKDIR/samples: every completion of a step in a Parquet file, and a manifest that --mode=audit checks.
+    sm = c.samples = ConfigDict()
+    sm.write = True
+    sm.keep = 0  # steps >= 0 whose files are kept, the last ones; 0 = all
+    sm.keep_every = 0  # >= 0; files of steps that this divides are kept beside those; 0 = none
+    sm.omit = ()  # fields to leave out, of OMITTABLE; a text only together with what SPELT says
+    sm.redact = ()  # regular expressions (RE2): what they find in texts is replaced, and tokens that spell such a text are left out
 
     # --mode=quality: bases in low precision against a reference, which runs in float numerics.
     y = c.quality = ConfigDict()
@@ -238,9 +257,12 @@ _RANGES = {
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
     **{f: _FRACTION for f in ("loss.clip_low", "optimizer.b1", "optimizer.b2")},
     **{f"data.{f}": (lambda v: 0 < v <= 1, "in (0, 1]") for f in ("explore", "floor", "newest")},
-    "rollout.temperature": (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001"),
+    **{f: (lambda v: 1e-3 <= v < float("inf"), "a finite number of at least 0.001") for f in ("rollout.temperature", "eval.temperature")},
+    **{f: (lambda v: 0 < v <= 1, "in (0, 1]") for f in ("rollout.top_p", "eval.top_p")},
+    **{f: _AT_LEAST_0 for f in ("samples.keep", "samples.keep_every")},
+    "eval.samples": (lambda v: 1 <= v <= 512, "in 1 .. 512"),
+    "eval.solved": (lambda v: abs(v) < float("inf"), "a finite number"),
     "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
-    "rollout.top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),
 }
 
@@ -269,7 +291,7 @@ def validate(config: ConfigDict) -> None:
     if config.rollout.prompts % config.optimizer.minibatches:
         need = f"a multiple of optimizer.minibatches = {config.optimizer.minibatches}"
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need {need}")
-    _check_algorithm(config)
+    _validate_algorithm(config)
     need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.context and config.context < need:
         raise ValueError(f"context: found {config.context}, need 0 or at least data.max_prompt_tokens + rollout.max_new_tokens = {need}")
@@ -279,6 +301,10 @@ def validate(config: ConfigDict) -> None:
     generated = not any(is_file(source) or source.startswith("python:") for source in config.data.eval or config.data.train)
     if generated and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")
+    k, n = config.eval.k, config.eval.samples
+    if len(set(k)) < len(k) or not all(type(x) is int and 1 <= x <= n for x in k):
+        raise ValueError(f"eval.k: found {k!r}, need distinct numbers in 1 .. eval.samples = {n}, or ()")
+    _validate_samples(config.samples)
     if config.quality.text_path and not os.path.isfile(config.quality.text_path):
         raise ValueError(f"quality.text_path: found {config.quality.text_path!r}, which is no file; need a text file or ''")
     # os.path, as pathlib's is_file raises where a name is too long.
@@ -301,7 +327,7 @@ def validate(config: ConfigDict) -> None:
             raise ValueError(f"{field}: found {path!r}, need {need}")
 
 
-def _check_algorithm(config: ConfigDict) -> None:
+def _validate_algorithm(config: ConfigDict) -> None:
     """What of advantages, losses and rollouts does not go together."""
     a, lo, r = config.advantage, config.loss, config.rollout
     preference = lo.kind in ("dpo", "ipo")
@@ -343,6 +369,27 @@ def _validate_data(data: ConfigDict) -> None:
 def is_file(source: str) -> bool:
     """Whether a source of problems is a file, by its name."""
     return source.lower().endswith((".jsonl", ".parquet"))
+
+
+def _validate_samples(settings: ConfigDict) -> None:
+    omit = settings.omit
+    if unknown := [name for name in omit if name not in OMITTABLE]:
+        raise ValueError(f"samples.omit: found {unknown[0]!r}, need fields of {', '.join(OMITTABLE)}")
+    for text, others in SPELT.items():
+        if text in omit and (left := [name for name in others if name not in omit]):
+            raise ValueError(f"samples.omit: found {text} without {left[0]}, which gives it away; need both, or neither")
+    if not settings.redact:
+        return
+    import pyarrow as pa  # takes long to load, which most command lines need not wait for
+    import pyarrow.compute
+
+    for pattern in settings.redact:
+        try:
+            found = pa.compute.match_substring_regex(pa.scalar(""), pattern).as_py()
+        except (pa.ArrowInvalid, TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"samples.redact: found {pattern!a} ({error}), need a regular expression of RE2") from None
+        if found:
+            raise ValueError(f"samples.redact: found {pattern!a}, which finds the empty text, need one that does not")
 
 
 def _is_variant(text: str) -> bool:
@@ -387,11 +434,12 @@ def flatten(config: ConfigDict | Mapping[str, Any], prefix: str = "") -> dict[st
 def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the bits of a run: what a checkpoint is compared by.
 
-    Evaluation and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
+    Evaluation, samples and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
     more steps merely extend it.
     """
     # The base is compared by its digest, not by where it lies.
-    watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
+    watched = "eval.", "samples.", "checkpoint.", "quality.", "model", "prepared"
+    watched += ("steps",) if config.optimizer.schedule == "constant" else ()
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
     return fields | {"adapter.init": _digest(config.adapter.init), "loss.reference": _digest(config.loss.reference)}

@@ -76,6 +76,23 @@ BAD = [
     ({"data.curriculum": "yes"}, "data.curriculum"),
     ({"data.explore": 0.0}, "data.explore"),
     ({"data.too_long": "cut"}, "data.too_long"),
+    ({"eval.samples": 0}, "eval.samples"),
+    ({"eval.samples": 513}, "eval.samples"),
+    ({"eval.samples": 4, "eval.k": (5,)}, "eval.k"),
+    ({"eval.samples": 4, "eval.k": (2, 2)}, "eval.k"),
+    ({"eval.samples": 4, "eval.k": (True,)}, "eval.k"),
+    ({"eval.temperature": 0.0}, "eval.temperature"),
+    ({"eval.top_p": 1.5}, "eval.top_p"),
+    ({"eval.solved": float("nan")}, "eval.solved"),
+    ({"samples.keep": -1}, "samples.keep"),
+    ({"samples.keep_every": -1}, "samples.keep_every"),
+    ({"samples.omit": ("reward",)}, "samples.omit"),
+    ({"samples.omit": ("completion_text",)}, "samples.omit"),
+    ({"samples.omit": ("prompt_text", "prompt_tokens")}, "samples.omit"),
+    ({"samples.redact": ("(",)}, "samples.redact"),
+    ({"samples.redact": ("a*",)}, "samples.redact"),
+    ({"samples.redact": (3,)}, "samples.redact"),
+    ({"samples.redact": ("\udfff",)}, "samples.redact"),
     ({"quality.tokens": 1}, "quality.tokens"),
     ({"quality.rows": 0}, "quality.rows"),
     ({"quality.variants": ()}, "quality.variants"),
@@ -138,10 +155,12 @@ def test_every_number_and_choice_has_a_check():
         "loss.measure_kl",
         "quality.tasks",
         "quality.plot",
+        "samples.write",
     }  # yes or no
     free |= {"model", "prepared", "adapter.init", "quality.text_path"}  # paths
     free |= {"data.train", "data.eval", "data.weights", "data.prompt", "rollout.stop", "reward.mark"}  # by hand
     free |= {"quality.against", "quality.also", "quality.variants"}
+    free |= {"eval.k", "samples.omit", "samples.redact"}  # by hand too
     config = config_lib.default()
     checked = set(config_lib._RANGES) | set(config_lib._choices(config))
     assert set(config_lib.flatten(config)) == checked | free
@@ -181,7 +200,7 @@ def test_plain_survives_json():
 
 def test_identity_holds_what_decides_the_bits():
     config = config_lib.default()
-    same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1, "prepared": "x", "quality.rows": 3}
+    same = {"steps": 7, "eval.every": 3, "checkpoint.every": 1, "prepared": "x", "quality.rows": 3, "samples.keep": 1}
     assert config_lib.identity(config_lib.override(config, same)) == config_lib.identity(config)
     for change in ({"seed": 1}, {"adapter.rank": 4}, {"data.train": ("x",)}, {"numerics": "float"}):
         assert config_lib.identity(config_lib.override(config, change)) != config_lib.identity(config)

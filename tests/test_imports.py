@@ -10,8 +10,8 @@ PACKAGE = ROOT / "rl_adapter"
 
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
-    ("types", "files", "config", "runtime"),
-    ("environments", "mesh", "numerics", "packing"),
+    ("types", "files", "config", "runtime", "statistics"),
+    ("environments", "manifest", "mesh", "numerics", "packing"),
     ("quant",),
     ("lora",),
     ("attention", "moe"),
@@ -20,11 +20,13 @@ LAYERS = [
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
     ("scheduler",),
-    ("data", "rollout", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
+    ("data", "rollout", "rewards", "advantage", "checkpoint", "samples", "monitor", "scoring"),  # the stages
+    ("scalar",),
+    ("update",),
     ("session", "plan"),
-    ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
+    ("train", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {12}  # orchestration: a sweep calls train, train calls evaluate
+WITHIN = {15}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
 DOORS |= {"pyarrow": {"data"}}
 

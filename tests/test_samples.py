@@ -1,0 +1,395 @@
+"""What is kept of a step: the rows bit for bit, nothing that was to be left out, and no sample lost or doubled whenever a run is killed."""
+
+import json
+import os
+import random
+import re
+import stat
+import types
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_adapter import audit, files, manifest, samples
+from rl_adapter import config as configs
+from rl_adapter.types import Outcome, Problem, Rollout
+
+ALL = configs.default().samples
+RUN = manifest.run_of({"base_digest": "b", "config": {"seed": 0}})
+TEXTS = st.text(st.characters(), max_size=8)  # half characters too
+
+
+def rules(**changes):
+    return types.SimpleNamespace(**(dict(ALL) | changes))
+
+
+def bits(rng, *shape):
+    """Any float32: NaNs of every payload, both zeros, infinities, subnormal numbers."""
+    special = np.array([0x7FC00001, 0xFFC00002, 0x7F800001, 0, 0x80000000, 1, 0x7F800000], np.uint32)
+    drawn = rng.integers(0, 2**32, shape, np.uint32)
+    return np.where(rng.random(shape) < 0.5, rng.choice(special, shape), drawn).view(np.float32)
+
+
+def rollout_of(rng, p=2, g=3, t=4, c=5):
+    ints = lambda *shape: rng.integers(0, 1000, shape).astype(np.int32)
+    bools = lambda *shape: rng.random(shape) < 0.5
+    lengths, prompt_lengths = rng.integers(1, c + 1, (p, g)).astype(np.int32), rng.integers(1, t + 1, p).astype(np.int32)
+    logprobs = (bits(rng, p, g, c) for _ in range(3))
+    return Rollout(ints(p, t), prompt_lengths, ints(p, g, c), bools(p, g, c), lengths, bools(p, g), *logprobs, None, None)
+
+
+def table_of(seed=0, step=0, texts=None, problem=None, **shape):
+    """(table, what it was made of)."""
+    rng = np.random.default_rng([seed, step])
+    r = rollout_of(rng, **shape)
+    p, g, c = r.tokens.shape
+    problems = [problem or Problem(int(rng.integers(2**31)), f"{i}+1?", str(i + 1), "sums") for i in range(p) for _ in range(g)]
+    texts = texts or [f"it is {i}" for i in range(p * g)]
+    outcomes = [Outcome(float(rng.random()), {"format": 1.0, "answer": float(i)}, {"judge": "too late"} if i else {}) for i in range(p * g)]
+    versions, trained = np.full((p, g, c), step, np.int32), rng.random((p, g)) < 0.5
+    shown = [problems[i * g].prompt for i in range(p)]
+    return samples.rows_of(step, r, problems, shown, texts, outcomes, versions, 7, trained), (r, problems, texts, outcomes, trained)
+
+
+def row_of(table, i):
+    return {name: table[name][i].as_py() for name in table.column_names}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), *(st.integers(1, 4) for _ in range(4)))
+def test_rows_come_back_bit_for_bit(seed, p, g, t, c):
+    table, (r, problems, texts, outcomes, trained) = table_of(seed, 3, p=p, g=g, t=t, c=c)
+    data = samples.encode(table)
+    assert data == samples.encode(table_of(seed, 3, p=p, g=g, t=t, c=c)[0]), "the same rows give the same bytes"
+    found = pa.parquet.read_table(pa.BufferReader(data))
+    assert found.schema.equals(samples.SCHEMA) and found.schema.metadata == samples.SCHEMA.metadata and len(found) == p * g
+    for i, (problem, text, outcome) in enumerate(zip(problems, texts, outcomes)):
+        at, n, row = (i // g, i % g), r.lengths[i // g, i % g], row_of(found, i)
+        assert [row[k] for k in ("step", "prompt_id", "sample", "seed", "kind", "env")] == [3, problem.id, i % g, 7, "sums", ""]
+        assert (row["prompt_text"], row["completion_text"], row["answer"]) == (problem.prompt, text, problem.answer)
+        assert row["prompt_tokens"] == r.prompts[at[0], : r.prompt_lengths[at[0]]].tolist()
+        assert row["completion_tokens"] == r.tokens[at][:n].tolist() and row["drawn"] == r.drawn[at][:n].tolist()
+        for name in ("sampled_logprobs", "tempered_logprobs", "scored_logprobs"):
+            kept = found[name].combine_chunks()[i].values.to_numpy()
+            assert kept.tobytes() == getattr(r, name)[at][:n].tobytes()
+        assert row["adapter_versions"] == [3] * n and row["stopped"] == r.stopped[at] and row["trained"] == trained[at]
+        assert (row["reward"], dict(row["parts"]), dict(row["failures"])) == (outcome.reward, outcome.parts, outcome.failures)
+
+
+@settings(max_examples=25, deadline=None)
+@given(TEXTS, st.recursive(TEXTS | st.integers() | st.none(), lambda x: st.lists(x, max_size=2) | st.dictionaries(TEXTS, x, max_size=2)))
+def test_no_text_stops_a_run(text, value):
+    """Not even half a character, which an environment or an error message may bring."""
+    problem = Problem(1, text, text, "x", ({"role": "user", "content": text},), "", {"a": value})
+    shape = {"p": 1, "g": 1}
+    r, outcome = rollout_of(np.random.default_rng(0), **shape), Outcome(0.0, {text: 1.0}, {text: text})
+    table = samples.rows_of(0, r, [problem], [text], [text], [outcome], r.tokens, 0, r.stopped)
+    row = row_of(pa.parquet.read_table(pa.BufferReader(samples.encode(samples.redact(table, (), ("no such text",))))), 0)
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    assert row["completion_text"] == shown and row["failures"] == [(shown, shown)]
+    assert json.loads(row["metadata"]) == {"a": value} and json.loads(row["messages"])[0]["content"] == text
+
+
+def test_what_is_left_out_is_nowhere_in_the_file():
+    secret = "0123-SECRET"
+    message = {"role": "user", "content": [{"text": f"my number is {secret}"}]}
+    problem = Problem(1, "who?", f"\u00e9 {secret}", "x", (message,), "", {"deep": [{secret: secret}], "n": 3})
+    texts = [f"it is {secret}.", "it is not", secret + secret]
+    table, _ = table_of(texts=texts, problem=problem, p=1, g=3)
+    why = pa.array([[("judge", f"found {secret}")]] * 3, samples.SCHEMA.field("failures").type)
+    table = table.set_column(table.column_names.index("failures"), samples.SCHEMA.field("failures"), why)
+    assert "SECRET" in str(table.to_pylist())
+    found = samples.redact(table, ("metadata", "parts"), (r"\d{4}-[A-Z]+",))
+    assert found.schema.equals(samples.SCHEMA) and "SECRET" not in str(found.to_pylist())
+    rows = [row_of(found, i) for i in range(3)]
+    assert [row["completion_text"] for row in rows] == ["it is [redacted].", "it is not", "[redacted][redacted]"]
+    assert [row["completion_tokens"] is None for row in rows] == [True, False, True], "tokens that spell it are left out"
+    assert all(row["prompt_tokens"] is None for row in rows), "a message is part of the prompt"
+    assert all(row["metadata"] is None and row["parts"] is None for row in rows) and rows[0]["answer"] == "\u00e9 [redacted]"
+    kept = samples.redact(table, (), (r"\d{4}-[A-Z]+",))
+    assert json.loads(kept["metadata"][0].as_py()) == {"deep": [{"[redacted]": "[redacted]"}], "n": 3}
+    data = pa.BufferOutputStream()
+    pa.parquet.write_table(found, data, compression="none", use_dictionary=False)  # as `encode`, but to be searched
+    assert b"SECRET" not in data.getvalue().to_pybytes()
+    numbers = table["completion_tokens"].combine_chunks()[0].values.to_numpy()
+    assert len(numbers) > 1 and numbers.tobytes() not in data.getvalue().to_pybytes()
+
+
+def test_fields_that_may_be_left_out_are_fields():
+    assert set(configs.OMITTABLE) < set(samples.SCHEMA.names)
+    table, _ = table_of()
+    found = samples.redact(table, configs.OMITTABLE, ())
+    for name in samples.SCHEMA.names:
+        assert found[name].null_count == (len(table) if name in configs.OMITTABLE else 0), name
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
+def test_files_are_for_their_owner_alone(tmp_path, umask):
+    run = tmp_path / "run"
+    run.mkdir()
+    old = os.umask(umask)
+    try:
+        manifest.rewind(run / "samples", 0, RUN)
+        samples.write(run / "samples", 0, table_of()[0], ALL)
+        files.write_atomically(run / "eval_base.json", "[]", private=True)
+    finally:
+        os.umask(old)
+    assert mode(run / "samples") == 0o700
+    for path in (*(run / "samples").iterdir(), run / "eval_base.json"):
+        assert mode(path) == 0o600, path
+
+
+# --- a run that is killed
+
+
+class Killed(BaseException):
+    pass
+
+
+class Machine:
+    """Counts what reaches the disk, and is dead from the n-th such call on; a write then has got half of its bytes there."""
+
+    def __init__(self, patch):
+        self.left = 10**9
+        for function in ("open", "write", "replace", "unlink", "mkdir", "chmod", "fsync"):
+            patch.setattr(os, function, self._mortal(function, getattr(os, function)))
+
+    def _mortal(self, function, real):
+        def call(*args, **kwargs):
+            self.left -= 1
+            if self.left < 0 or (self.left == 0 and function != "write"):
+                raise Killed
+            if self.left == 0:
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                raise Killed
+            return None if function == "fsync" else real(*args, **kwargs)  # no machine crashes here
+
+        return call
+
+
+STEPS, EVERY = 7, 2
+TABLES = {step: table_of(1, step, p=1, g=2)[0] for step in range(STEPS)}
+
+
+def train(directory, saved, how):
+    """A trainer: `saved` are its checkpoints, {steps done: head}, which outlive it."""
+    start = max(saved, default=0)
+    manifest.rewind(directory, start, RUN, saved.get(start))
+    for step in range(start, STEPS):
+        samples.write(directory, step, TABLES[step], how)
+        if (step + 1) % EVERY == 0 or step + 1 == STEPS:
+            saved[step + 1] = manifest.head(directory)
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def finished(directory, saved):
+    return audit.verify(directory, audit.Heads(manifest.head(directory), saved))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize("how", [rules(), rules(keep=2), rules(keep=1, keep_every=3)], ids=["all", "last", "some"])
+def test_a_run_killed_anywhere_loses_and_doubles_nothing(tmp_path, machine, how):
+    """At every call that touches the disk, and once more at a random one."""
+    before = machine.left
+    train(tmp_path / "whole", {}, how)
+    calls, whole = before - machine.left, contents(tmp_path / "whole")
+    assert calls > 50
+    for n in range(1, calls + 1):
+        directory, saved = tmp_path / "run" / str(n), {}
+        for last in (n, random.randrange(1, 40), None):
+            machine.left = last or 10**9
+            try:
+                train(directory, saved, how)
+                break
+            except Killed:
+                machine.left = 10**9
+                if (directory / manifest.NAME).exists():
+                    faults, _ = audit.verify(directory, audit.Heads(None, saved))
+                    assert not faults, (n, last, faults)
+        machine.left = 10**9
+        assert finished(directory, saved) == ([], []), n
+        found = contents(directory)
+        if not how.keep:
+            assert found == whole, n
+        assert found.keys() == whole.keys() and all(found[k] == whole[k] for k in whole if k != manifest.NAME), n
+        for path in directory.iterdir():
+            os.unlink(path)
+
+
+def test_a_manifest_cut_anywhere_in_its_last_line_goes_on(tmp_path):
+    train(tmp_path, {}, rules())
+    whole = contents(tmp_path)
+    raw = whole[manifest.NAME]
+    for n in range(raw[:-1].rindex(b"\n") + 1, len(raw)):
+        (tmp_path / manifest.NAME).write_bytes(raw[:n])
+        assert not audit.verify(tmp_path, audit.Heads())[0], n
+        manifest.rewind(tmp_path, STEPS - 1, RUN)
+        samples.write(tmp_path, STEPS - 1, TABLES[STEPS - 1], ALL)
+        assert contents(tmp_path) == whole, n
+
+
+def test_retention_keeps_the_last_and_every_so_many(tmp_path):
+    train(tmp_path / "samples", saved := {}, rules(keep=2, keep_every=3))
+    there = [0, 3, 5, 6]
+    assert sorted(set(samples.read(tmp_path)["step"].to_pylist())) == there
+    assert [line.entry["removed"] for line in manifest.lines(tmp_path / "samples") if "removed" in line.entry] == [
+        manifest.name(step) for step in range(STEPS) if step not in there
+    ]
+    assert finished(tmp_path / "samples", saved) == ([], [])
+
+
+def test_a_step_needs_a_rewind_and_a_checkpoint_its_chain(tmp_path):
+    with pytest.raises(ValueError, match="found 0 lines .*need a rewind"):
+        samples.write(tmp_path, 0, TABLES[0], ALL)
+    train(tmp_path, saved := {}, rules())
+    with pytest.raises(ValueError, match="need a rewind"):
+        samples.write(tmp_path, 3, TABLES[3], ALL)
+    whole = contents(tmp_path)
+    with pytest.raises(ValueError, match="found head .* need other as in the checkpoint of step 4"):
+        manifest.rewind(tmp_path, 4, RUN, "other")
+    assert contents(tmp_path) == whole, "nothing was changed"
+    manifest.rewind(tmp_path, 4, RUN | {"identity": "new"}, saved[4])
+    assert manifest.lines(tmp_path)[-1].entry["run"] == RUN | {"identity": "new"}
+    manifest.rewind(tmp_path, 6, RUN)
+    assert manifest.lines(tmp_path)[-1].entry == {"previous": manifest.lines(tmp_path)[-2].hash, "step": 6, "run": RUN}
+    samples.write(tmp_path, 6, TABLES[6], ALL)
+    assert finished(tmp_path, {}) == ([], []), "steps that were not kept are no fault"
+
+
+# --- what the audit sees
+
+
+def edit(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+def swap(directory, a, b):
+    x, y = (directory / manifest.name(step) for step in (a, b))
+    one, other = x.read_bytes(), y.read_bytes()
+    x.write_bytes(other), y.write_bytes(one)
+
+
+def relinked(raw):
+    """A manifest whose every line is made to follow the one before."""
+    out, previous = [], manifest.NOTHING
+    for line in raw.splitlines():
+        out.append(json.dumps(json.loads(line) | {"previous": previous}).encode())
+        previous = manifest.Line(out[-1], {}).hash
+    return b"\n".join(out) + b"\n"
+
+
+def lines_of(directory, change):
+    """`change` of the list of lines."""
+    edit(directory / manifest.NAME, lambda raw: b"\n".join(change(raw.splitlines())) + b"\n")
+
+
+FILE3, NAME = manifest.name(3), re.escape(manifest.NAME)
+CHANGES = {
+    "edited": (lambda d: edit(d / FILE3, lambda x: x[:99] + bytes([x[99] ^ 1]) + x[100:]), f"^{FILE3}: found .* bytes with SHA-256"),
+    "cut": (lambda d: edit(d / FILE3, lambda x: x[:-1]), f"^{FILE3}: found"),
+    "longer": (lambda d: edit(d / FILE3, lambda x: x + b"\0"), f"^{FILE3}: found"),
+    "swapped": (lambda d: swap(d, 2, 3), f"^{FILE3}: found what was written as 000002"),
+    "missing": (lambda d: (d / FILE3).unlink(), f"^{FILE3}: found none"),
+    "a directory": (lambda d: ((d / FILE3).unlink(), (d / FILE3).mkdir()), f"^{FILE3}: found none"),
+    "extra": (lambda d: (d / manifest.name(9)).write_bytes(b""), "^000009.parquet: found a file that no line is of"),
+    "stray": (lambda d: (d / "notes").write_bytes(b""), "^notes: found a file that no line is of"),
+    "removed with its line": (
+        lambda d: ((d / FILE3).unlink(), lines_of(d, lambda x: x[:4] + x[5:])),
+        f"^{NAME}: line 5: found .* for the line before it",
+    ),
+    "reordered": (lambda d: lines_of(d, lambda x: [*x[:3], x[4], x[3], *x[5:]]), f"^{NAME}: line 4: found"),
+    "an edited line": (lambda d: edit(d / manifest.NAME, lambda x: x.replace(b'"rows": 2', b'"rows": 3', 1)), f"^{NAME}: line 3: found"),
+    "an edited last line": (lambda d: lines_of(d, lambda x: [*x[:-1], x[-1].replace(b'"rows": 2', b'"rows": 3')]), f"^{NAME}: found head"),
+    "no JSON": (lambda d: lines_of(d, lambda x: [x[0], b"{", *x[2:]]), f"^{NAME}: line 2: found no JSON"),
+    "deep JSON": (lambda d: lines_of(d, lambda x: [x[0], b"[" * 10**5, *x[2:]]), f"^{NAME}: line 2: found no JSON"),
+    "another path": (
+        lambda d: lines_of(d, lambda x: [one.replace(FILE3.encode(), b"../../a") for one in x]),
+        f"^{NAME}: line 5: .*not the name",
+    ),
+    "wrong types": (lambda d: lines_of(d, lambda x: [one.replace(b'"rows": 2', b'"rows": -2') for one in x]), f"^{NAME}: line 2: .*types"),
+    "no last line": (
+        lambda d: (lines_of(d, lambda x: x[:-1]), (d / manifest.name(STEPS - 1)).unlink()),
+        f"^{NAME}: found head .*, need .* of (that checkpoint|summary)",
+    ),
+    "no end of the last line": (lambda d: edit(d / manifest.NAME, lambda x: x[:-1]), f"^{NAME}: line 8: found a line without an end"),
+    "a whole other chain": (
+        lambda d: ((d / FILE3).unlink(), edit(d / manifest.NAME, lambda x: relinked(b"\n".join(x.splitlines()[:4] + x.splitlines()[5:])))),
+        f"^{NAME}: found head .* after 4 steps",
+    ),
+    "nothing": (lambda d: (d / manifest.NAME).write_bytes(b""), f"^{NAME}: found head none"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run's directory of samples, and its heads."""
+    directory, saved = tmp_path_factory.mktemp("whole") / "samples", {}
+    train(directory, saved, rules())
+    return directory, audit.Heads(manifest.head(directory), saved)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_every_change_is_seen(whole, tmp_path, what):
+    directory, heads = whole
+    for name, data in contents(directory).items():
+        (tmp_path / name).write_bytes(data)
+    assert audit.verify(tmp_path, heads) == ([], [])
+    change, needed = CHANGES[what]
+    change(tmp_path)
+    faults, left = audit.verify(tmp_path, heads)
+    assert any(re.search(needed, fault) for fault in faults), faults
+    assert not left
+
+
+# --- reading
+
+
+def test_read_gives_the_steps_that_are_asked_for(whole, tmp_path):
+    workdir = whole[0].parent
+    assert samples.read(workdir)["step"].to_pylist() == [step for step in range(STEPS) for _ in range(2)]
+    needed = pa.concat_tables([TABLES[4], TABLES[1]])
+    assert samples.encode(samples.read(workdir, [4, 1])) == samples.encode(needed)
+    assert samples.read(tmp_path).num_rows == 0
+    with pytest.raises(ValueError, match=r"^steps: found no samples of \[9\]"):
+        samples.read(workdir, [9])
+
+
+def test_read_refuses_what_are_no_samples(tmp_path):
+    path = tmp_path / "samples" / manifest.name(0)
+    path.parent.mkdir()
+    whole, other = samples.encode(TABLES[0]), pa.BufferOutputStream()
+    pa.parquet.write_table(pa.table({"step": [1]}), other)
+    for data, message in ((whole[:-9], "no whole Parquet file"), (b"", "no whole"), (other.getvalue().to_pybytes(), "schema none")):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            samples.read(tmp_path)
+
+
+def test_other_readers_take_the_files(whole):
+    """SQL over all files at once, and pandas where it is there."""
+    late = "count(*) filter (failures['judge'] = 'too late')"
+    query = f"""select step, avg(reward), max(parts['answer']), sum(len(completion_tokens)), {late}
+                from read_parquet('{whole[0]}/*.parquet') group by step order by step"""
+    for (step, reward, answer, tokens, late), table in zip(duckdb.sql(query).fetchall(), TABLES.values(), strict=True):
+        rows = table.to_pylist()
+        assert step == rows[0]["step"] and answer == 1.0 and late == 1
+        assert reward == pytest.approx(np.mean([row["reward"] for row in rows]))
+        assert tokens == sum(len(row["completion_tokens"]) for row in rows)
+    pytest.importorskip("pandas")
+    frame = samples.read(whole[0].parent).to_pandas()
+    assert frame.groupby("step").size().tolist() == [2] * STEPS
