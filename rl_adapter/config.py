@@ -22,6 +22,7 @@ ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
+CALLS = "auto", "kimi", "deepseek", "glm", "mistral", "harmony", "hermes", "llama3", "brackets", "equals"
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
@@ -100,6 +101,17 @@ def default() -> ConfigDict:
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
 
+    # Environments answer the model between its turns, with as many tokens as rollout.max_new_tokens leaves.
+    v = c.env = ConfigDict()
+    v.name = ""  # of problems that name none: '' (one turn) | tools | attempts | guess | vault | module:Class
+    v.tools = ()  # what the environment 'tools' offers: calculator | python | retrieval | module:function; distinct
+    v.calls = "auto"  # how the model calls tools, one of CALLS; auto: as its chat template does, else brackets
+    v.max_turns = 8  # turns of the model >= 1
+    v.max_result_tokens = 256  # tokens >= 1 of a tool's result; the rest is cut
+    v.attempts = 3  # of the environment 'attempts' at one problem >= 1
+    v.corpus = ""  # file that the tool 'retrieval' searches: .jsonl or .parquet of records with text, else text in paragraphs
+    v.results = 3  # passages that it gives >= 1
+
     lo = c.loss = ConfigDict()
     lo.clip_low = 0.2  # in [0, 1); the ratio is clipped to [1 - clip_low, 1 + clip_high]
     lo.clip_high = 0.2  # >= 0
@@ -149,6 +161,7 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
         "act_bits": (8, 16),
         "cache_bits": (0, 8, 16),
         "rollout.ahead": (0, 1),
+        "env.calls": CALLS,
         "optimizer.schedule": ("constant", "linear", "cosine"),
         **{f"quantize.{k}": FORMATS for k in config.quantize},
     }
@@ -170,6 +183,7 @@ _RANGES = {
     **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "eval.examples", "eval.batch")},
     **{f: _AT_LEAST_1 for f in ("rollout.steps", "rollout.page", "rollout.chunk", "rollout.prefill")},
     **{f: _AT_LEAST_0 for f in ("rollout.slots", "rollout.lanes", "rollout.cache_tokens", "optimizer.microbatch_tokens")},
+    **{f: _AT_LEAST_1 for f in ("env.max_turns", "env.max_result_tokens", "env.attempts", "env.results")},
     **{f: _AT_LEAST_1 for f in ("quality.rows", "quality.positions", "quality.batch")},
     **{f: _POSITIVE for f in ("loss.advantage_eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
@@ -203,6 +217,11 @@ def validate(config: ConfigDict) -> None:
     if not all(isinstance(text, str) and text for text in config.rollout.stop):
         need = """texts that are not empty: () for none; on the command line, "'12'" for a text that reads as a number"""
         raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need {need}")
+    named = config.env.tools
+    if len(set(named)) < len(named) or not all(isinstance(name, str) and name for name in named):
+        raise ValueError(f"env.tools: found {named!r}, need distinct names, or () for none")
+    if "retrieval" in named and not os.path.isfile(config.env.corpus):
+        raise ValueError(f"env.corpus: found {config.env.corpus!r}, which is no file; need one for the tool 'retrieval'")
     for field in ("data.prompt", "data.kinds", "rollout.stop", "reward.mark"):
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
@@ -289,16 +308,17 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     watched = ("eval.", "checkpoint.", "quality.", "model", "prepared") + (("steps",) if config.optimizer.schedule == "constant" else ())
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
-    return fields | {"adapter.init": _digest(config.adapter.init)}
+    adapter = [os.path.join(config.adapter.init, name) for name in ADAPTER_FILES] if config.adapter.init else []
+    return fields | {"adapter.init": _digest(adapter), "env.corpus": _digest([config.env.corpus] if config.env.corpus else [])}
 
 
-def _digest(adapter: str) -> str:
-    """Of what a PEFT directory holds, wherever it lies."""
-    digest = hashlib.sha256()
-    for name in ADAPTER_FILES if adapter else ():
-        with open(pathlib.Path(adapter) / name, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest() if adapter else ""
+def _digest(paths: Iterable[str]) -> str:
+    """Of what files hold, wherever they lie; '' of none."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return hashlib.sha256(b"".join(digests)).hexdigest() if digests else ""
 
 
 def suggest(key: str, known: Iterable[str]) -> str:

@@ -20,12 +20,18 @@ LAYERS = [
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
     ("scheduler",),
-    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
+    ("prompts", "rollout", "episodes", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
     ("session", "plan"),
     ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
 WITHIN = {12}  # orchestration: a sweep calls train, train calls evaluate
-DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
+DOORS = {
+    "aqt": {"quant"},
+    "orbax": {"checkpoint", "hub"},  # states, and prepared copies of bases
+    "safetensors": {"hub"},
+    "pydantic": {"environments"},
+    "bm25s": {"environments"},
+}
 
 
 def imports(path: pathlib.Path) -> set[str]:
