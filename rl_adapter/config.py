@@ -19,9 +19,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS = "adapter.init", "loss.reference"  # fields that name a directory of them
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
+CALLS = "auto", "kimi", "deepseek", "glm", "mistral", "harmony", "hermes", "llama3", "brackets", "equals"
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
 OBJECTIVES = "rl", "sft", "dpo", "ipo", "reward"
 ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"  # of advantage.py
@@ -125,6 +127,17 @@ def default() -> ConfigDict:
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
 
+    # Environments answer the model between its turns, with as many tokens as rollout.max_new_tokens leaves.
+    n = c.env = ConfigDict()
+    n.name = ""  # of problems that name none: '' (one turn) | tools | attempts | guess | vault | module:Class
+    n.tools = ()  # what the environment 'tools' offers: calculator | python | retrieval | module:function; distinct
+    n.calls = "auto"  # how the model calls tools, one of CALLS; auto: as its chat template does, else brackets
+    n.max_turns = 8  # turns of the model >= 1
+    n.max_result_tokens = 256  # tokens >= 1 of a tool's result; the rest is cut
+    n.attempts = 3  # of the environment 'attempts' at one problem >= 1
+    n.corpus = ""  # file that the tool 'retrieval' searches: .jsonl or .parquet of records with text, else text in paragraphs
+    n.results = 3  # passages that it gives >= 1
+
     v = c.advantage = ConfigDict()  # `advantage.estimate` says what each estimator is
     v.estimator = "grpo"  # one of advantage.ESTIMATORS; 'gae' trains a critic, 'distill' rewards nothing but nearness to the reference
     v.eps = 1e-4  # > 0; added to standard deviations
@@ -145,9 +158,8 @@ def default() -> ConfigDict:
     lo.reference = ""  # PEFT directory, of ranks and alphas as here, of an adapter that is the reference, or teacher; '' = the base itself
     lo.entropy = 0.0  # >= 0; coefficient of an entropy bonus
     lo.mask_truncated = False  # leave completions that were cut at rollout.max_new_tokens out of the loss
-    lo.correction = (
-        "none"  # one of loss.CORRECTIONS: ratios are against the policy at the step's start, and weighed by its own to the sampler's
-    )
+    # One of loss.CORRECTIONS: ratios are against the policy at the step's start, and weighed by its own ratio to the one that sampled.
+    lo.correction = "none"
     lo.correction_low = 0.5  # in [0, 1]; of icepop
     lo.correction_high = 2.0  # >= 1
     lo.balance = 0.0  # >= 0; coefficient of the load-balancing loss of experts
@@ -223,6 +235,7 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
         "loss.kl_estimator": ("k1", "k2", "k3"),
         "loss.kl_in": ("loss", "reward"),
         "loss.correction": ("none", "truncated", "masked", "icepop"),
+        "env.calls": CALLS,
         "optimizer.schedule": ("constant", "linear", "cosine"),
         "data.curriculum": ("none", "pass_rate"),
         **{f"data.{fault}": ("refuse", "drop") for fault in ("duplicates", "empty", "too_long", "overlap")},
@@ -252,6 +265,7 @@ _RANGES = {
     **{f: _AT_LEAST_1 for f in ("optimizer.minibatches", "eval.examples", "eval.batch")},
     **{f: _AT_LEAST_1 for f in ("rollout.steps", "rollout.page", "rollout.chunk", "rollout.prefill")},
     **{f: _AT_LEAST_0 for f in ("rollout.slots", "rollout.lanes", "rollout.cache_tokens", "optimizer.microbatch_tokens")},
+    **{f: _AT_LEAST_1 for f in ("env.max_turns", "env.max_result_tokens", "env.attempts", "env.results")},
     **{f: _AT_LEAST_1 for f in ("quality.rows", "quality.positions", "quality.batch")},
     **{f: _POSITIVE for f in ("advantage.eps", "optimizer.learning_rate", "optimizer.eps")},
     **{f: _POSITIVE for f in ("optimizer.max_grad_norm", "adapter.alpha", *(f"adapter.{g}.alpha" for g in GROUPS))},
@@ -284,6 +298,11 @@ def validate(config: ConfigDict) -> None:
     if not all(isinstance(text, str) and text for text in config.rollout.stop):
         need = """texts that are not empty: () for none; on the command line, "'12'" for a text that reads as a number"""
         raise ValueError(f"rollout.stop: found {config.rollout.stop!r}, need {need}")
+    named = config.env.tools
+    if len(set(named)) < len(named) or not all(isinstance(name, str) and name for name in named):
+        raise ValueError(f"env.tools: found {named!r}, need distinct names, or () for none")
+    if "retrieval" in named and not os.path.isfile(config.env.corpus):
+        raise ValueError(f"env.corpus: found {config.env.corpus!r}, which is no file; need one for the tool 'retrieval'")
     for field in ("data.prompt", "data.train", "data.eval", "rollout.stop", "reward.mark"):
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
@@ -308,7 +327,7 @@ def validate(config: ConfigDict) -> None:
     if config.quality.text_path and not os.path.isfile(config.quality.text_path):
         raise ValueError(f"quality.text_path: found {config.quality.text_path!r}, which is no file; need a text file or ''")
     # os.path, as pathlib's is_file raises where a name is too long.
-    for field in ("adapter.init", "loss.reference"):
+    for field in ADAPTERS:
         path = fields[field]
         if lacks := [name for name in ADAPTER_FILES if path and not os.path.isfile(os.path.join(path, name))]:
             raise ValueError(f"{field}: found no {lacks[0]} in {path!r}, need a PEFT directory or ''")
@@ -442,16 +461,18 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     watched += ("steps",) if config.optimizer.schedule == "constant" else ()
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
-    return fields | {"adapter.init": _digest(config.adapter.init), "loss.reference": _digest(config.loss.reference)}
+    adapters = {f: [os.path.join(path, name) for name in ADAPTER_FILES] for f in ADAPTERS if (path := flatten(config)[f])}
+    corpus = [config.env.corpus] if config.env.corpus else []
+    return fields | {f: _digest(adapters.get(f, [])) for f in ADAPTERS} | {"env.corpus": _digest(corpus)}
 
 
-def _digest(adapter: str) -> str:
-    """Of what a PEFT directory holds, wherever it lies."""
-    digest = hashlib.sha256()
-    for name in ADAPTER_FILES if adapter else ():
-        with open(pathlib.Path(adapter) / name, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest() if adapter else ""
+def _digest(paths: Iterable[str]) -> str:
+    """Of what files hold, wherever they lie; '' of none."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return hashlib.sha256(b"".join(digests)).hexdigest() if digests else ""
 
 
 def suggest(key: str, known: Iterable[str]) -> str:

@@ -20,15 +20,21 @@ LAYERS = [
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
     ("scheduler",),
-    ("data", "rollout", "rewards", "advantage", "checkpoint", "samples", "monitor", "scoring"),  # the stages
+    ("data", "rollout", "episodes", "rewards", "advantage", "checkpoint", "samples", "monitor", "scoring"),  # the stages
     ("scalar",),
     ("update",),
     ("session", "plan"),
     ("train", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
 WITHIN = {15}  # orchestration: a sweep calls train, train calls evaluate
-DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
-DOORS |= {"pyarrow": {"data"}}
+DOORS = {
+    "aqt": {"quant"},
+    "orbax": {"checkpoint", "hub"},  # states, and prepared copies of bases
+    "safetensors": {"hub"},
+    "pydantic": {"environments"},
+    "pyarrow": {"data", "samples", "environments"},  # Parquet
+    "bm25s": {"environments"},
+}
 
 
 def imports(path: pathlib.Path) -> set[str]:

@@ -2,10 +2,15 @@
 
 import random
 
-from rl_adapter.environments import arithmetic, fewshot
+from rl_adapter.environments import arithmetic, fewshot, games
 from rl_adapter.types import Problem
 
-POOLS = dict.fromkeys(arithmetic.KINDS, arithmetic.pool) | dict.fromkeys(fewshot.KINDS, fewshot.pool)  # kind -> (kind, split) -> problems
+POOLS = {  # kind -> (kind, split) -> problems
+    **dict.fromkeys(arithmetic.KINDS, arithmetic.pool),
+    **dict.fromkeys(fewshot.KINDS, fewshot.pool),
+    "guess": games.guess_pool,
+    "vault": games.vault_pool,
+}
 
 
 def problems(kinds: tuple[str, ...], size: int, seed: int, split: str) -> list[Problem]:

@@ -35,9 +35,9 @@ class Tokenizer:
             raise ValueError(f"text to encode: found {found}, need whole ones") from None
         return self.backend.encode(text, add_special_tokens=special).ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
-        return self.backend.decode([int(i) for i in ids])
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text; `special`: with special tokens as they are written."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
