@@ -12,27 +12,26 @@ PACKAGE = ROOT / "rl_adapter"
 LAYERS = [
     ("types", "files", "config", "runtime", "statistics"),
     ("environments", "manifest", "mesh", "numerics", "packing"),
-    ("quant",),
+    ("quant", "microbatch"),
     ("lora",),
     ("attention", "moe"),
     ("cache",),
     ("model",),
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
-    ("scheduler",),
-    ("data", "rollout", "episodes", "rewards", "advantage", "checkpoint", "samples", "monitor", "scoring"),  # the stages
+    ("scheduler", "scoring"),
     ("scalar",),
-    ("update",),
+    ("data", "rollout", "episodes", "rewards", "advantage", "update", "checkpoint", "samples", "monitor"),  # the stages
     ("session", "plan"),
     ("train", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {15}  # orchestration: a sweep calls train, train calls evaluate
+WITHIN = {14}  # orchestration: a sweep calls train, train calls evaluate
 DOORS = {
     "aqt": {"quant"},
     "orbax": {"checkpoint", "hub"},  # states, and prepared copies of bases
     "safetensors": {"hub"},
     "pydantic": {"environments"},
-    "pyarrow": {"data", "samples", "environments"},  # Parquet
+    "pyarrow": {"config", "data", "samples", "environments"},  # Parquet
     "bm25s": {"environments"},
 }
 
