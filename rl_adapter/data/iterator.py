@@ -87,7 +87,7 @@ class Epochs:
         return self.draw(self.batch_size)
 
     def draw(self, count: int) -> np.ndarray:
-        _check_count(count)
+        count = _count(count)
         self.drawn += count
         return np.array([self.order[i] for i in range(self.drawn - count, self.drawn)], np.int64)
 
@@ -124,7 +124,7 @@ class ByPassRate:
         return self.draw(self.batch_size)
 
     def draw(self, count: int) -> np.ndarray:
-        _check_count(count)
+        count = _count(count)
         taken = np.zeros(len(self.rates), bool)
         found = []
         for _ in range(count):
@@ -177,9 +177,10 @@ class ByPassRate:
         self.rates[measured] = rates
 
 
-def _check_count(count: int) -> None:
+def _count(count: int) -> int:
     if count < 0:
         raise ValueError(f"count: found {count}, need at least 0")
+    return int(count)  # numpy's would end up in the state, which JSON must hold
 
 
 def _drawn(state: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -3,6 +3,7 @@
 Nothing in a file is trusted: not its size, its encoding, the depth of its JSON or what a column holds.
 """
 
+import contextlib
 import json
 import math
 import pathlib
@@ -78,25 +79,39 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parquet(file: pathlib.Path, field: str) -> Iterator[Row]:
+    with _reading(file, field):
+        opened = parquet.ParquetFile(file)
+    with opened:
+        with _reading(file, field):
+            names, batches = opened.schema_arrow.names, opened.iter_batches(BATCH)
+        if len(set(names)) < len(names):
+            raise ValueError(f"{field}: {file}: found columns {short(names)}, need distinct names")
+        number = 0
+        while True:
+            with _reading(file, field):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for i in range(len(batch)):
+                number += 1
+                yield (where := f"{field}: {file}: row {number}"), _row(batch.slice(i, 1), where)
+
+
+@contextlib.contextmanager
+def _reading(file: pathlib.Path, field: str) -> Iterator[None]:
+    """A damaged file makes the library raise all kinds of errors."""
     try:
-        with parquet.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            if len(set(names)) < len(names):
-                raise ValueError(f"{field}: {file}: found columns {names}, need distinct names")
-            number = 0
-            for batch in opened.iter_batches(BATCH):
-                for i in range(len(batch)):
-                    number += 1
-                    yield (where := f"{field}: {file}: row {number}"), _row(batch.slice(i, 1), where)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{field}: found {str(file)!r}, which cannot be read ({str(error).strip()}), need a Parquet file") from error
+        yield
+    except Exception as error:
+        reason = short(str(error).strip())
+        raise ValueError(f"{field}: found {str(file)!r}, which cannot be read ({reason}), need a Parquet file") from error
 
 
 def _row(batch: pyarrow.RecordBatch, where: str) -> dict[str, Any]:
     try:
         return batch.to_pylist(maps_as_pydicts="strict")[0]
-    except (UnicodeDecodeError, KeyError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where}: found what is no plain value ({error}), need text, numbers, lists and objects") from error
+    except Exception as error:  # bytes that are not UTF-8, dates out of range, a key twice, ...
+        raise ValueError(f"{where}: found what is no plain value ({short(str(error))}), need text, numbers, lists and objects") from error
 
 
 def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
