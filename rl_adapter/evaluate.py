@@ -1,10 +1,12 @@
-"""Held-out greedy accuracy, by the very sampler and numerics that training uses."""
+"""Held-out problems: greedy accuracy, and what many completions of each show, by the very sampler and numerics that training uses."""
 
+import dataclasses
 import functools
 import json
 import os
 import pathlib
 import types
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +16,56 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, reward, rollout, scalar, update
+from rl_adapter import checkpoint, engine, lora, monitor, reward, rollout, scalar, statistics, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.data import prompts, sources
 from rl_adapter.files import write_atomically
+from rl_adapter.sampling import Sampling
+from rl_adapter.types import Problem
 
 
 def greedy(
     config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
 ) -> tuple[np.ndarray, list[str]]:
     """Rewards [n] and completions of the first `eval.examples` problems; `adapter` is raw (not prepared) or None for the base."""
+    texts = _complete(config, session, data, adapter, sessions.sampling(config, session, greedy=True), 0)
+    return reward.score(texts, data.problems[: len(texts)], sessions.reward_of(config))[0], texts
+
+
+def sampled(
+    config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
+) -> tuple[np.ndarray, list[list[str]]]:
+    """Rewards [n, eval.samples] and completions of the first `eval.examples` problems; the same for the same `seed`."""
+    e, group = config.eval, config.eval.samples
+    settings = dataclasses.replace(sessions.sampling(config, session), group=group, temperature=e.temperature, top_k=0, top_p=e.top_p)
+    texts = _complete(config, session, data, adapter, settings, config.seed % 2**31)
+    problems = [problem for problem in data.problems[: len(texts) // group] for _ in range(group)]
+    rewards, _ = reward.score(texts, problems, sessions.reward_of(config))
+    return rewards.reshape(-1, group), [texts[i : i + group] for i in range(0, len(texts), group)]
+
+
+def answer_of(config: ConfigDict) -> Callable[[str, Problem], str | None]:
+    """The answer that a completion gives, as the reward reads it: what completions vote for in maj@k. None: it gives none."""
+    return lambda text, problem: reward.extract(text, config.reward.mark, max(1, len(problem.answer.split())))
+
+
+def _complete(config, session, data, adapter, settings: Sampling, seed: int) -> list[str]:
+    """Completions of the first `eval.examples` problems, `settings.group` of each in a row."""
     n = min(config.eval.examples, len(data.problems))
     shards = meshes.row_shards(session.model.mesh)
-    size = -(-min(config.eval.batch, n) // shards) * shards
+    size = -(-min(max(1, config.eval.batch // settings.group), n) // shards) * shards
     prepared = None if adapter is None else prepare(session.model, adapter)
-    texts = []
+    sizes, texts = engine.from_config(config.rollout), []
+    sizes = dataclasses.replace(sizes, slots=min(sizes.slots or config.eval.batch, config.eval.batch))  # of one problem there may be more
     for start in range(0, n, size):
         rows = np.arange(start, start + size) % n  # the last batch is filled up from the front, to one shape
         tokens, lengths = prompts.batch(data.encoded, rows, data.length, session.tokenizer.pad_id)
         ids = np.array([data.problems[i].id for i in rows], np.int32)
-        out = rollout.generate(
-            session.model,
-            sessions.sampling(config, session, greedy=True),
-            session.base,
-            prepared,
-            tokens,
-            lengths,
-            ids,
-            0,
-            engine.from_config(config.rollout),
-        )
-        texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: n - start]
-    rewards, _ = reward.score(texts, data.problems[:n], sessions.reward_of(config))
-    return rewards, texts
+        out = rollout.generate(session.model, settings, session.base, prepared, tokens, lengths, ids, seed, sizes)
+        texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: (n - start) * settings.group]
+    return texts
 
 
 def prepare(model, adapter: lora.Adapter) -> lora.Adapter:
@@ -57,13 +74,6 @@ def prepare(model, adapter: lora.Adapter) -> lora.Adapter:
 
 
 _prepare = jax.jit(lambda numeric, adapter: lora.prepare(adapter, numeric), static_argnums=0)
-
-
-def interval(rewards: np.ndarray) -> tuple[float, float]:
-    """Wilson 95 % interval of a share (Wilson 1927), which stays in [0, 1] and holds near its ends."""
-    n, p, z = len(rewards), float(np.mean(rewards)), 1.96
-    middle, half = (p + z * z / (2 * n)), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return float((middle - half) / (1 + z * z / n)), float((middle + half) / (1 + z * z / n))
 
 
 def by_kind(problems: list, rewards: np.ndarray) -> dict[str, float]:
@@ -78,30 +88,73 @@ def identity(config: ConfigDict, digest: str) -> dict:
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
-    """`--mode=eval`: the base against the run's last adapter (or that of `adapter.init`), by kind, as a table and `eval.json`."""
+    """`--mode=eval`: the base against the run's last adapter (or that of `adapter.init`), by kind, as a table and `eval.json`.
+
+    Greedy, and where eval.samples = n is above 1: mean@n, pass@k and maj@k of n completions of each problem. A change is the adapter's
+    less the base's, over the same problems.
+    """
     directory = pathlib.Path(workdir)
     check_run(config, directory)
     session = sessions.open_session(config, "eval")
     data = session.data["eval"]
     step, adapter = last_adapter(config, directory, session, override_identity)
-    names = list(by_kind(data.problems, np.zeros(min(config.eval.examples, len(data.problems)))))
-    table = Table("model", "accuracy", "95 % interval", *map(escape, names), title=f"greedy, step {step}")
-    result = {"step": step}
-    for name, weights in (("base", None), ("adapter", adapter)):
-        rewards, _ = greedy(config, session, data, weights)
-        kinds = by_kind(data.problems, rewards)
-        low, high = interval(rewards)
-        result[name] = {"accuracy": float(rewards.mean()), "interval": [low, high], "examples": len(rewards), "kinds": kinds}
-        table.add_row(
-            name,
-            f"{rewards.mean():.1%}",
-            f"{low:.1%} - {high:.1%}",
-            *(f"{kinds[k]:.1%}" for k in names),
-        )
-    Console().print(table)
+    base, trained = (measures(config, session, data, weights) for weights in (None, adapter))
+    rows = list(compare(data.problems, base, trained))
+    how = {"samples": config.eval.samples, "temperature": config.eval.temperature, "top_p": config.eval.top_p, "seed": config.seed}
+    result = {"step": step, "examples": len(base["greedy"]), **how, "measures": rows}
+    Console().print(_table(result))
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "eval.json", json.dumps(result, indent=1))
+    write_atomically(directory / "eval.json", json.dumps(monitor.encode(result), indent=1))
     return result
+
+
+def measures(config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None) -> dict[str, np.ndarray]:
+    """{name: a value for each problem}."""
+    found = {"greedy": np.asarray(greedy(config, session, data, adapter)[0], np.float64)}
+    n = config.eval.samples
+    if n == 1:
+        return found
+    rewards, texts = sampled(config, session, data, adapter)
+    answer = answer_of(config)
+    answers = [[answer(text, problem) for text in row] for row, problem in zip(texts, data.problems)]
+    solved = rewards >= config.eval.solved
+    found[f"mean@{n}"] = rewards.mean(1, dtype=np.float64)
+    ks = config.eval.k or sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
+    found |= {f"pass@{k}": statistics.pass_at(solved, k) for k in ks}
+    return found | {f"maj@{k}": statistics.majority_at(answers, solved, k) for k in ks}
+
+
+def compare(problems: list[Problem], base: dict[str, np.ndarray], adapter: dict[str, np.ndarray]) -> Iterator[dict]:
+    """A row for each measure of all problems (kind ''), then of each kind."""
+    kinds = np.array([problem.kind for problem in problems[: len(base["greedy"])]])
+    for kind in ("", *sorted(set(kinds.tolist()))):
+        of_kind = kinds == kind if kind else slice(None)
+        for name in base:
+            a, b = base[name][of_kind], adapter[name][of_kind]
+            yield {
+                **{"kind": kind, "problems": len(a), "measure": name},
+                **{"base": float(a.mean()), "base_interval": [*statistics.interval(a)]},
+                **{"adapter": float(b.mean()), "adapter_interval": [*statistics.interval(b)]},
+                **{"change": float((b - a).mean()), "change_interval": [*statistics.paired_interval(b, a)]},
+            }
+
+
+def _table(result: dict) -> Table:
+    drawn = f", {result['samples']} completions at temperature {result['temperature']:g}" if result["samples"] > 1 else ""
+    table = Table("problems", "", "base", "adapter", "change", title=f"greedy{drawn}, step {result['step']}", caption="intervals of 95 %")
+    last = None
+    for row in result["measures"]:
+        if last not in (None, row["kind"]):
+            table.add_section()
+        cells = [_cell(row, "base"), _cell(row, "adapter"), _cell(row, "change", "+")]
+        table.add_row("" if row["kind"] == last else f"{escape(row['kind']) or 'all'}: {row['problems']}", row["measure"], *cells)
+        last = row["kind"]
+    return table
+
+
+def _cell(row: dict, key: str, sign: str = "") -> str:
+    low, high = row[f"{key}_interval"]
+    return f"{row[key]:{sign}.1%} ({low:{sign}.1%} to {high:{sign}.1%})"
 
 
 def check_run(config: ConfigDict, directory: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, quality_show
+from rl_adapter import evaluate, quality_show, statistics
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -41,7 +41,6 @@ from rl_adapter.types import Array, Base, Numerics
 
 SHARED = ("vocab", "layers", "d_model", "experts", "experts_per_token", "dense")  # of a Spec: without these nothing can be compared
 CHARACTERS_A_TOKEN = 16  # of a text file that are read, at most, for each token wanted
-NORMAL = 1.96  # of a 95 % interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,25 +383,15 @@ def _mean_of_rows(x: np.ndarray, seen: np.ndarray) -> tuple[float, float | None]
     if count < 2:
         return float(mean), None
     residual = np.where(seen, x - mean, 0.0).sum(1)
-    return float(mean), float(NORMAL * np.sqrt(count / (count - 1) * (residual**2).sum()) / seen.sum())
+    return float(mean), float(statistics.NORMAL * np.sqrt(count / (count - 1) * (residual**2).sum()) / seen.sum())
 
 
 def tasks(rewards: np.ndarray | None, reference: np.ndarray | None = None) -> dict:
     """Accuracy; against the reference's answers to the same problems, its change. Rewards are 0 or 1."""
     if rewards is None:
         return {}
-    found = {"accuracy": float(rewards.mean()), "accuracy_interval": list(evaluate.interval(rewards)), "examples": len(rewards)}
+    found = {"accuracy": float(rewards.mean()), "accuracy_interval": list(statistics.interval(rewards)), "examples": len(rewards)}
     if reference is None:
         return found
-    low, high = paired_interval(rewards, reference)
+    low, high = statistics.paired_interval(rewards, reference)
     return found | {"accuracy_change": float((rewards - reference).mean()), "accuracy_change_interval": [low, high]}
-
-
-def paired_interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the difference of two shares of the same n trials, with half a trial added to each of the four outcomes
-    (Agresti & Min 2005, doi:10.1002/sim.1781): no difference seen in few trials is not taken for certainty."""
-    n = len(a) + 2
-    gained, lost = (np.sum(a > b) + 0.5) / n, (np.sum(a < b) + 0.5) / n
-    middle = gained - lost
-    half = NORMAL * np.sqrt((gained + lost - middle**2) / n)
-    return float(max(middle - half, -1.0)), float(min(middle + half, 1.0))

@@ -265,16 +265,6 @@ def test_padding_and_what_is_given_count_for_nothing():
     np.testing.assert_allclose([*found["layer_error"], *found["perplexity_change_interval"]], [0.3, *[np.expm1(0.1)] * 2])
 
 
-def test_paired_interval():
-    a, b = np.array([1.0] * 30 + [0] * 70), np.array([1.0] * 24 + [0] * 76)  # 6 gained, none lost
-    low, high = quality.paired_interval(a, b)
-    middle = 6 / 102
-    half = 1.96 * np.sqrt((7 / 102 - middle**2) / 102)
-    np.testing.assert_allclose([low, high], [middle - half, middle + half])
-    low, high = quality.paired_interval(a[:10], a[:10])
-    assert low == -high and 0.1 < high < 0.3, "ten equal answers do not show that all are equal"
-
-
 def test_table_and_plot_of_few_numbers(tmp_path):
     """Without tasks, experts or a second row: what is not measured is not shown."""
     pytest.importorskip("matplotlib")

@@ -1,9 +1,7 @@
-"""What is kept of a step: the rows bit for bit, nothing that was to be left out, and no sample lost or doubled whenever a run is killed."""
+"""What is kept of a step: the rows bit for bit, for their owner alone, and nothing that was to be left out."""
 
 import json
 import os
-import random
-import re
 import stat
 import types
 
@@ -14,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_adapter import audit, files, manifest, samples
 from rl_adapter import config as configs
+from rl_adapter import files, manifest, samples
 from rl_adapter.types import Outcome, Problem, Rollout
 
 ALL = configs.default().samples
-RUN = manifest.run_of({"base_digest": "b", "config": {"seed": 0}})
+IDENTITY = {"base_digest": "b", "config": configs.identity(configs.default())}
+RUN = manifest.run_of(IDENTITY)
 TEXTS = st.text(st.characters(), max_size=8)  # half characters too
 
 
@@ -147,224 +146,23 @@ def test_files_are_for_their_owner_alone(tmp_path, umask):
         assert mode(path) == 0o600, path
 
 
-# --- a run that is killed
-
-
-class Killed(BaseException):
-    pass
-
-
-class Machine:
-    """Counts what reaches the disk, and is dead from the n-th such call on; a write then has got half of its bytes there."""
-
-    def __init__(self, patch):
-        self.left = 10**9
-        for function in ("open", "write", "replace", "unlink", "mkdir", "chmod", "fsync"):
-            patch.setattr(os, function, self._mortal(function, getattr(os, function)))
-
-    def _mortal(self, function, real):
-        def call(*args, **kwargs):
-            self.left -= 1
-            if self.left < 0 or (self.left == 0 and function != "write"):
-                raise Killed
-            if self.left == 0:
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
-                raise Killed
-            return None if function == "fsync" else real(*args, **kwargs)  # no machine crashes here
-
-        return call
-
-
-STEPS, EVERY = 7, 2
-TABLES = {step: table_of(1, step, p=1, g=2)[0] for step in range(STEPS)}
-
-
-def train(directory, saved, how):
-    """A trainer: `saved` are its checkpoints, {steps done: head}, which outlive it."""
-    start = max(saved, default=0)
-    manifest.rewind(directory, start, RUN, saved.get(start))
-    for step in range(start, STEPS):
-        samples.write(directory, step, TABLES[step], how)
-        if (step + 1) % EVERY == 0 or step + 1 == STEPS:
-            saved[step + 1] = manifest.head(directory)
-
-
-def contents(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def finished(directory, saved):
-    return audit.verify(directory, audit.Heads(manifest.head(directory), saved))
+STEPS = 3
+TABLES = [table_of(1, step, p=1, g=2)[0] for step in range(STEPS)]
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    return Machine(monkeypatch)
+def workdir(tmp_path):
+    manifest.rewind(tmp_path / "samples", 0, RUN)
+    for step, table in enumerate(TABLES):
+        samples.write(tmp_path / "samples", step, table, ALL)
+    return tmp_path
 
 
-@pytest.mark.parametrize("how", [rules(), rules(keep=2), rules(keep=1, keep_every=3)], ids=["all", "last", "some"])
-def test_a_run_killed_anywhere_loses_and_doubles_nothing(tmp_path, machine, how):
-    """At every call that touches the disk, and once more at a random one."""
-    before = machine.left
-    train(tmp_path / "whole", {}, how)
-    calls, whole = before - machine.left, contents(tmp_path / "whole")
-    assert calls > 50
-    for n in range(1, calls + 1):
-        directory, saved = tmp_path / "run" / str(n), {}
-        for last in (n, random.randrange(1, 40), None):
-            machine.left = last or 10**9
-            try:
-                train(directory, saved, how)
-                break
-            except Killed:
-                machine.left = 10**9
-                if (directory / manifest.NAME).exists():
-                    faults, _ = audit.verify(directory, audit.Heads(None, saved))
-                    assert not faults, (n, last, faults)
-        machine.left = 10**9
-        assert finished(directory, saved) == ([], []), n
-        found = contents(directory)
-        if not how.keep:
-            assert found == whole, n
-        assert found.keys() == whole.keys() and all(found[k] == whole[k] for k in whole if k != manifest.NAME), n
-        for path in directory.iterdir():
-            os.unlink(path)
-
-
-def test_a_manifest_cut_anywhere_in_its_last_line_goes_on(tmp_path):
-    train(tmp_path, {}, rules())
-    whole = contents(tmp_path)
-    raw = whole[manifest.NAME]
-    for n in range(raw[:-1].rindex(b"\n") + 1, len(raw)):
-        (tmp_path / manifest.NAME).write_bytes(raw[:n])
-        assert not audit.verify(tmp_path, audit.Heads())[0], n
-        manifest.rewind(tmp_path, STEPS - 1, RUN)
-        samples.write(tmp_path, STEPS - 1, TABLES[STEPS - 1], ALL)
-        assert contents(tmp_path) == whole, n
-
-
-def test_retention_keeps_the_last_and_every_so_many(tmp_path):
-    train(tmp_path / "samples", saved := {}, rules(keep=2, keep_every=3))
-    there = [0, 3, 5, 6]
-    assert sorted(set(samples.read(tmp_path)["step"].to_pylist())) == there
-    assert [line.entry["removed"] for line in manifest.lines(tmp_path / "samples") if "removed" in line.entry] == [
-        manifest.name(step) for step in range(STEPS) if step not in there
-    ]
-    assert finished(tmp_path / "samples", saved) == ([], [])
-
-
-def test_a_step_needs_a_rewind_and_a_checkpoint_its_chain(tmp_path):
-    with pytest.raises(ValueError, match="found 0 lines .*need a rewind"):
-        samples.write(tmp_path, 0, TABLES[0], ALL)
-    train(tmp_path, saved := {}, rules())
-    with pytest.raises(ValueError, match="need a rewind"):
-        samples.write(tmp_path, 3, TABLES[3], ALL)
-    whole = contents(tmp_path)
-    with pytest.raises(ValueError, match="found head .* need other as in the checkpoint of step 4"):
-        manifest.rewind(tmp_path, 4, RUN, "other")
-    assert contents(tmp_path) == whole, "nothing was changed"
-    manifest.rewind(tmp_path, 4, RUN | {"identity": "new"}, saved[4])
-    assert manifest.lines(tmp_path)[-1].entry["run"] == RUN | {"identity": "new"}
-    manifest.rewind(tmp_path, 6, RUN)
-    assert manifest.lines(tmp_path)[-1].entry == {"previous": manifest.lines(tmp_path)[-2].hash, "step": 6, "run": RUN}
-    samples.write(tmp_path, 6, TABLES[6], ALL)
-    assert finished(tmp_path, {}) == ([], []), "steps that were not kept are no fault"
-
-
-# --- what the audit sees
-
-
-def edit(path, change):
-    path.write_bytes(change(path.read_bytes()))
-
-
-def swap(directory, a, b):
-    x, y = (directory / manifest.name(step) for step in (a, b))
-    one, other = x.read_bytes(), y.read_bytes()
-    x.write_bytes(other), y.write_bytes(one)
-
-
-def relinked(raw):
-    """A manifest whose every line is made to follow the one before."""
-    out, previous = [], manifest.NOTHING
-    for line in raw.splitlines():
-        out.append(json.dumps(json.loads(line) | {"previous": previous}).encode())
-        previous = manifest.Line(out[-1], {}).hash
-    return b"\n".join(out) + b"\n"
-
-
-def lines_of(directory, change):
-    """`change` of the list of lines."""
-    edit(directory / manifest.NAME, lambda raw: b"\n".join(change(raw.splitlines())) + b"\n")
-
-
-FILE3, NAME = manifest.name(3), re.escape(manifest.NAME)
-CHANGES = {
-    "edited": (lambda d: edit(d / FILE3, lambda x: x[:99] + bytes([x[99] ^ 1]) + x[100:]), f"^{FILE3}: found .* bytes with SHA-256"),
-    "cut": (lambda d: edit(d / FILE3, lambda x: x[:-1]), f"^{FILE3}: found"),
-    "longer": (lambda d: edit(d / FILE3, lambda x: x + b"\0"), f"^{FILE3}: found"),
-    "swapped": (lambda d: swap(d, 2, 3), f"^{FILE3}: found what was written as 000002"),
-    "missing": (lambda d: (d / FILE3).unlink(), f"^{FILE3}: found none"),
-    "a directory": (lambda d: ((d / FILE3).unlink(), (d / FILE3).mkdir()), f"^{FILE3}: found none"),
-    "extra": (lambda d: (d / manifest.name(9)).write_bytes(b""), "^000009.parquet: found a file that no line is of"),
-    "stray": (lambda d: (d / "notes").write_bytes(b""), "^notes: found a file that no line is of"),
-    "removed with its line": (
-        lambda d: ((d / FILE3).unlink(), lines_of(d, lambda x: x[:4] + x[5:])),
-        f"^{NAME}: line 5: found .* for the line before it",
-    ),
-    "reordered": (lambda d: lines_of(d, lambda x: [*x[:3], x[4], x[3], *x[5:]]), f"^{NAME}: line 4: found"),
-    "an edited line": (lambda d: edit(d / manifest.NAME, lambda x: x.replace(b'"rows": 2', b'"rows": 3', 1)), f"^{NAME}: line 3: found"),
-    "an edited last line": (lambda d: lines_of(d, lambda x: [*x[:-1], x[-1].replace(b'"rows": 2', b'"rows": 3')]), f"^{NAME}: found head"),
-    "no JSON": (lambda d: lines_of(d, lambda x: [x[0], b"{", *x[2:]]), f"^{NAME}: line 2: found no JSON"),
-    "deep JSON": (lambda d: lines_of(d, lambda x: [x[0], b"[" * 10**5, *x[2:]]), f"^{NAME}: line 2: found no JSON"),
-    "another path": (
-        lambda d: lines_of(d, lambda x: [one.replace(FILE3.encode(), b"../../a") for one in x]),
-        f"^{NAME}: line 5: .*not the name",
-    ),
-    "wrong types": (lambda d: lines_of(d, lambda x: [one.replace(b'"rows": 2', b'"rows": -2') for one in x]), f"^{NAME}: line 2: .*types"),
-    "no last line": (
-        lambda d: (lines_of(d, lambda x: x[:-1]), (d / manifest.name(STEPS - 1)).unlink()),
-        f"^{NAME}: found head .*, need .* of (that checkpoint|summary)",
-    ),
-    "no end of the last line": (lambda d: edit(d / manifest.NAME, lambda x: x[:-1]), f"^{NAME}: line 8: found a line without an end"),
-    "a whole other chain": (
-        lambda d: ((d / FILE3).unlink(), edit(d / manifest.NAME, lambda x: relinked(b"\n".join(x.splitlines()[:4] + x.splitlines()[5:])))),
-        f"^{NAME}: found head .* after 4 steps",
-    ),
-    "nothing": (lambda d: (d / manifest.NAME).write_bytes(b""), f"^{NAME}: found head none"),
-}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run's directory of samples, and its heads."""
-    directory, saved = tmp_path_factory.mktemp("whole") / "samples", {}
-    train(directory, saved, rules())
-    return directory, audit.Heads(manifest.head(directory), saved)
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_every_change_is_seen(whole, tmp_path, what):
-    directory, heads = whole
-    for name, data in contents(directory).items():
-        (tmp_path / name).write_bytes(data)
-    assert audit.verify(tmp_path, heads) == ([], [])
-    change, needed = CHANGES[what]
-    change(tmp_path)
-    faults, left = audit.verify(tmp_path, heads)
-    assert any(re.search(needed, fault) for fault in faults), faults
-    assert not left
-
-
-# --- reading
-
-
-def test_read_gives_the_steps_that_are_asked_for(whole, tmp_path):
-    workdir = whole[0].parent
+def test_read_gives_the_steps_that_are_asked_for(workdir, tmp_path_factory):
     assert samples.read(workdir)["step"].to_pylist() == [step for step in range(STEPS) for _ in range(2)]
-    needed = pa.concat_tables([TABLES[4], TABLES[1]])
-    assert samples.encode(samples.read(workdir, [4, 1])) == samples.encode(needed)
-    assert samples.read(tmp_path).num_rows == 0
+    needed = pa.concat_tables([TABLES[2], TABLES[1]])
+    assert samples.encode(samples.read(workdir, [2, 1])) == samples.encode(needed)
+    assert samples.read(tmp_path_factory.mktemp("none")).num_rows == 0
     with pytest.raises(ValueError, match=r"^steps: found no samples of \[9\]"):
         samples.read(workdir, [9])
 
@@ -380,16 +178,16 @@ def test_read_refuses_what_are_no_samples(tmp_path):
             samples.read(tmp_path)
 
 
-def test_other_readers_take_the_files(whole):
+def test_other_readers_take_the_files(workdir):
     """SQL over all files at once, and pandas where it is there."""
     late = "count(*) filter (failures['judge'] = 'too late')"
     query = f"""select step, avg(reward), max(parts['answer']), sum(len(completion_tokens)), {late}
-                from read_parquet('{whole[0]}/*.parquet') group by step order by step"""
-    for (step, reward, answer, tokens, late), table in zip(duckdb.sql(query).fetchall(), TABLES.values(), strict=True):
+                from read_parquet('{workdir}/samples/*.parquet') group by step order by step"""
+    for (step, reward, answer, tokens, late), table in zip(duckdb.sql(query).fetchall(), TABLES, strict=True):
         rows = table.to_pylist()
         assert step == rows[0]["step"] and answer == 1.0 and late == 1
         assert reward == pytest.approx(np.mean([row["reward"] for row in rows]))
         assert tokens == sum(len(row["completion_tokens"]) for row in rows)
     pytest.importorskip("pandas")
-    frame = samples.read(whole[0].parent).to_pandas()
+    frame = samples.read(workdir).to_pandas()
     assert frame.groupby("step").size().tolist() == [2] * STEPS

@@ -1,0 +1,130 @@
+"""What n completions of each of a set of problems show: pass@k, maj@k, and how sure of a mean one may be. NumPy alone, float64.
+
+Intervals are of 95 %, and take problems as what was drawn: completions of one problem depend on each other.
+"""
+
+import functools
+import math
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+NORMAL = 1.96  # of a 95 % interval
+LARGEST = 512  # n; counts of subsets stay within float64
+
+
+def pass_at(solved: np.ndarray, k: int) -> np.ndarray:
+    """The share of subsets of k of a problem's n completions that hold a right one: pass@k, unbiased (Chen et al. 2021, arXiv:2107.03374).
+
+    Args:
+      solved: [P, n] bool.
+      k: in 1 .. n.
+
+    Returns:
+      [P]; its mean is the estimate.
+    """
+    n = _checked(solved, k)
+    of_count = np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])  # integers: exact, but for one rounding
+    return of_count[np.asarray(solved, bool).sum(1)]
+
+
+def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray, k: int) -> np.ndarray:
+    """What the answer that most of k completions give is worth, as the mean over all subsets of k of a problem's n completions: maj@k.
+
+    One of the answers that tie is taken at random, each with one probability; the result is the exact mean over that too.
+    (Self-consistency, Wang et al. 2022, arXiv:2203.11171.)
+
+    Args:
+      answers: [P][n]; None is no answer and no vote. Without a vote the value is 0.
+      values: [P, n], what each completion is worth; an answer is worth the mean of those that give it.
+      k: in 1 .. n.
+
+    Returns:
+      [P].
+    """
+    n = _checked(values, k)
+    if [len(row) for row in answers] != [n] * len(values):
+        raise ValueError(f"answers: found {len(answers)} rows, need {len(values)} of {n} each, as values")
+    return np.array([_majority(row, worth, k) for row, worth in zip(answers, np.asarray(values, np.float64))])
+
+
+def _majority(answers: Sequence[Hashable | None], values: np.ndarray, k: int) -> float:
+    worth: dict[Hashable, list[float]] = {}
+    for answer, value in zip(answers, values):
+        if answer is not None:
+            worth.setdefault(answer, []).append(value)
+    sizes = tuple(sorted(map(len, worth.values())))
+    return math.fsum(np.mean(x) * _wins(sizes, len(answers) - sum(sizes), len(x), k) for x in worth.values())
+
+
+@functools.lru_cache(maxsize=2**16)
+def _wins(sizes: tuple[int, ...], blank: int, size: int, k: int) -> float:
+    """The probability that an answer of `size` completions is taken; all answers are of `sizes` completions, and `blank` ones have none.
+
+    With t votes for it, the others have at most t each, and e of them just t: it is then taken with probability 1 / (1 + e). Subsets are
+    counted answer by answer, by how many completions they hold so far and by e.
+    """
+    others = list(sizes)
+    others.remove(size)
+    total = 0.0
+    for t in range(1, min(size, k) + 1):
+        count = np.zeros((k - t + 1, (k - t) // t + 1))  # [completions besides those t, e]
+        for held in range(min(blank, k - t) + 1):
+            count[held, 0] = math.comb(blank, held)
+        for other in others:
+            grown = np.zeros_like(count)
+            for votes in range(min(other, t, k - t) + 1):
+                tied = int(votes == t)
+                grown[votes:, tied:] += math.comb(other, votes) * count[: len(count) - votes, : count.shape[1] - tied]
+            count = grown
+        total += math.comb(size, t) * float((count[-1] / (1 + np.arange(count.shape[1]))).sum())
+    return total / math.comb(sum(sizes) + blank, k)
+
+
+def _checked(x: np.ndarray, k: int) -> int:
+    """n, once x is [P, n] and k fits."""
+    shape = np.shape(x)
+    if len(shape) != 2 or not 1 <= shape[1] <= LARGEST:
+        raise ValueError(f"completions: found shape {shape}, need [problems, n] with n in 1 .. {LARGEST}")
+    if not 1 <= k <= shape[1]:
+        raise ValueError(f"k: found {k}, need 1 .. {shape[1]}")
+    return shape[1]
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Of the mean of values [P]. In [0, 1] Wilson's (1927), which stays there and holds near the ends; else the normal one.
+
+    Wilson's is of trials that give 0 or 1. Values in between spread less, so they are worth more trials: as many as would have a mean
+    of this variance (the effective number of Korn & Graubard 1998). Values that do not spread at all count as one trial each.
+    """
+    values = np.asarray(values, np.float64)
+    if not _shares(values):
+        return _normal(values)
+    n, p, z = len(values), min(1.0, float(values.mean())), NORMAL
+    spread = float(values.var(ddof=1)) if n > 1 else 0.0
+    trials = max(n, p * (1 - p) * n / (n - 1) / spread * n) if spread > 0 else n
+    middle, half = p + z * z / (2 * trials), z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def paired_interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Of the mean of a - b, of values [P] of the same problems. In [0, 1] with half a trial added to each of four outcomes: +1, -1, and
+    twice 0 (of shares: Agresti & Min 2005, doi:10.1002/sim.1781), so no difference seen in few trials is not taken for certainty."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if not _shares(a, b):
+        return _normal(a - b)
+    n = len(a) + 2
+    middle = float((a - b).sum()) / n
+    half = NORMAL * math.sqrt((float(((a - b) ** 2).sum() + 1) / n - middle**2) / n)
+    return max(middle - half, -1.0), min(middle + half, 1.0)
+
+
+def _shares(*values: np.ndarray) -> bool:
+    return all(0 <= x.min() and x.max() <= 1 for x in values)
+
+
+def _normal(values: np.ndarray) -> tuple[float, float]:
+    n, mean = len(values), float(values.mean())
+    half = NORMAL * math.sqrt(float(values.var(ddof=1)) / n) if n > 1 else math.inf
+    return mean - half, mean + half
