@@ -129,7 +129,7 @@ class _Talk:
     name: str  # of its environment
     environment: Environment
     state: Any = None
-    chat: chat.Conversation | None = None
+    conversation: chat.Conversation | None = None  # None: plain text
     known: int = 0  # tokens, of both sides, that are dealt with
     texts: list[str] = dataclasses.field(default_factory=list)
     calls: int = 0
@@ -185,7 +185,9 @@ class Episodes:
             talk.state = talk.environment.start(problem, _seed(self.seed, problem.id, sample))
             if self.setting.opening is not None:
                 ids, opening = tuple(map(int, self.prompts[prompt])), tuple(self.setting.opening(problem))
-                talk.chat = chat.Conversation(self.setting.tokenizer, opening, variables(talk.environment), ids, (False,) * len(ids))
+                talk.conversation = chat.Conversation(
+                    self.setting.tokenizer, opening, variables(talk.environment), ids, (False,) * len(ids)
+                )
         except Exception as error:
             talk.failure = _reason(error)
         return talk
@@ -206,15 +208,15 @@ class Episodes:
         """What the environment says, as tokens."""
         of = self.setting
         messages = [self._bounded(message) for message in messages]
-        if talk.chat is None:
+        if talk.conversation is None:
             told = calls.FORMATS[of.calls].told
             text = "".join(told(m["content"]) if m["role"] == "tool" else f"\n{m['content']}\n" for m in messages)
             return of.tokenizer.encode(text, special=False)
         role = of.roles[talk.name]
         messages = [{"role": role, "content": m["content"]} if m["role"] == "tool" and role != "tool" else m for m in messages]
-        said = chat.add_completion(talk.chat, new)
-        talk.chat = chat.add_messages(said, messages)
-        return list(talk.chat.ids[len(said.ids) :])
+        said = chat.add_completion(talk.conversation, new)
+        talk.conversation = chat.add_messages(said, messages)
+        return list(talk.conversation.ids[len(said.ids) :])
 
     def _bounded(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message without special tokens in its text, and cut where it is a tool's."""

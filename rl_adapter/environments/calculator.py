@@ -3,10 +3,13 @@
 import ast
 import math
 import operator
+import re
 
 LONGEST = 200  # characters of an expression: so its tree is small
 BITS = 4096  # of any number on the way: 1233 digits
 
+# What else Python's grammar has never comes to its parser, which would print warnings about it.
+_WORD = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+(?!\w)|[-+*/%(),\s])*", re.ASCII)
 _BINARY = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -23,8 +26,11 @@ def calculator(expression: str) -> str:
     """Works out one arithmetic expression, such as 3*(4+5)**2: numbers, + - * / // % **, brackets, abs, min, max and sqrt."""
     if len(expression) > LONGEST:
         raise ValueError(f"found {len(expression)} characters, need at most {LONGEST}")
+    expression = expression.strip().replace("^", "**")
     try:
-        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+        if not _WORD.fullmatch(expression):
+            raise SyntaxError
+        tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError("found what is no expression") from None
     value = _value(tree.body)
