@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, reward, rollout, scalar, statistics, update
+from rl_adapter import checkpoint, engine, lora, monitor, play, scalar, statistics, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
-from rl_adapter.data import prompts, sources
+from rl_adapter.data import sources
 from rl_adapter.files import write_atomically
+from rl_adapter.play import Played
+from rl_adapter.rewards import exact
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Problem
 
@@ -30,42 +32,34 @@ def greedy(
     config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
 ) -> tuple[np.ndarray, list[str]]:
     """Rewards [n] and completions of the first `eval.examples` problems; `adapter` is raw (not prepared) or None for the base."""
-    texts = _complete(config, session, data, adapter, sessions.sampling(config, session, greedy=True), 0)
-    return reward.score(texts, data.problems[: len(texts)], sessions.reward_of(config))[0], texts
+    found = _complete(config, session, data, adapter, sessions.sampling(config, session, greedy=True), 0)
+    return found.rewards[:, 0], found.texts
 
 
-def sampled(
-    config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
-) -> tuple[np.ndarray, list[list[str]]]:
-    """Rewards [n, eval.samples] and completions of the first `eval.examples` problems; the same for the same `seed`."""
-    e, group = config.eval, config.eval.samples
-    settings = dataclasses.replace(sessions.sampling(config, session), group=group, temperature=e.temperature, top_k=0, top_p=e.top_p)
-    texts = _complete(config, session, data, adapter, settings, config.seed % 2**31)
-    problems = [problem for problem in data.problems[: len(texts) // group] for _ in range(group)]
-    rewards, _ = reward.score(texts, problems, sessions.reward_of(config))
-    return rewards.reshape(-1, group), [texts[i : i + group] for i in range(0, len(texts), group)]
+def sampled(config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None) -> Played:
+    """The first `eval.examples` problems, completed `eval.samples` times each; the same for the same `seed`."""
+    e = config.eval
+    settings = dataclasses.replace(sessions.sampling(config, session), group=e.samples, temperature=e.temperature, top_k=0, top_p=e.top_p)
+    return _complete(config, session, data, adapter, settings, config.seed % 2**31)
 
 
 def answer_of(config: ConfigDict) -> Callable[[str, Problem], str | None]:
     """The answer that a completion gives, as the reward reads it: what completions vote for in maj@k. None: it gives none."""
-    return lambda text, problem: reward.extract(text, config.reward.mark, max(1, len(problem.answer.split())))
+    return lambda text, problem: exact.extract(text, config.reward.mark, max(1, len(problem.answer.split())))
 
 
-def _complete(config, session, data, adapter, settings: Sampling, seed: int) -> list[str]:
-    """Completions of the first `eval.examples` problems, `settings.group` of each in a row."""
+def _complete(config, session, data, adapter, settings: Sampling, seed: int) -> Played:
+    """The first `eval.examples` problems, `settings.group` completions of each."""
     n = min(config.eval.examples, len(data.problems))
     shards = meshes.row_shards(session.model.mesh)
     size = -(-min(max(1, config.eval.batch // settings.group), n) // shards) * shards
     prepared = None if adapter is None else prepare(session.model, adapter)
-    sizes, texts = engine.from_config(config.rollout), []
+    sizes, found = engine.from_config(config.rollout), []
     sizes = dataclasses.replace(sizes, slots=min(sizes.slots or config.eval.batch, config.eval.batch))  # of one problem there may be more
     for start in range(0, n, size):
         rows = np.arange(start, start + size) % n  # the last batch is filled up from the front, to one shape
-        tokens, lengths = prompts.batch(data.encoded, rows, data.length, session.tokenizer.pad_id)
-        ids = np.array([data.problems[i].id for i in rows], np.int32)
-        out = rollout.generate(session.model, settings, session.base, prepared, tokens, lengths, ids, seed, sizes)
-        texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: (n - start) * settings.group]
-    return texts
+        found.append(play.play(config, session, data, rows, prepared, settings, seed, sizes))
+    return play.joined(found).rows(np.arange(n))
 
 
 def prepare(model, adapter: lora.Adapter) -> lora.Adapter:
@@ -114,9 +108,11 @@ def measures(config: ConfigDict, session: sessions.Session, data: sessions.Data,
     n = config.eval.samples
     if n == 1:
         return found
-    rewards, texts = sampled(config, session, data, adapter)
-    answer = answer_of(config)
-    answers = [[answer(text, problem) for text in row] for row, problem in zip(texts, data.problems)]
+    many, answer = sampled(config, session, data, adapter), answer_of(config)
+    said = [e.scored_text for e in many.episodes] or many.texts
+    answers = [answer(text, problem) for text, problem in zip(said, many.problems)]
+    answers = [answers[i : i + n] for i in range(0, len(answers), n)]
+    rewards = many.rewards
     solved = rewards >= config.eval.solved
     found[f"mean@{n}"] = rewards.mean(1, dtype=np.float64)
     ks = config.eval.k or sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})

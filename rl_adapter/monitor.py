@@ -76,6 +76,8 @@ METRICS = {
     "preference/chosen": "beta times the log-ratio of the chosen completions to the reference",
     "preference/rejected": "the same of the rejected",
     "sft/nll": "mean negative log-likelihood of a trained token, nats",
+    "eval/nll": "mean negative log-likelihood of held-out completions, nats a token",
+    "eval/preference_accuracy": "share of held-out pairs whose chosen completion gains, or scores, more",
     "update/padding": "share of the update's packed tokens that hold none",
     "update/microbatches": "forward and backward passes of an update",
     "rollout/slots_used": "share of decoded tokens that a completion wanted; the rest are slots that waited",

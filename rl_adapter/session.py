@@ -18,7 +18,7 @@ from rl_adapter.data import prompts
 from rl_adapter.hub import load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.sampling import Sampling
-from rl_adapter.types import Array, Base, Numerics, Problem
+from rl_adapter.types import Array, Base, Numerics, Problem, PyTree
 
 PROBE = 64  # tokens that an adapter is tried on
 
@@ -118,6 +118,11 @@ def init_adapter(config: ConfigDict, session: Session) -> lora.Adapter:
     """A new adapter on the mesh, or the one to start from."""
     adapter = session.initial or lora.init(session.model.adapter, session.base, jax.random.key(config.seed))
     return jax.device_put(adapter, meshes.adapter_shardings(session.model.mesh, adapter))
+
+
+def place(session: Session, state: PyTree) -> PyTree:
+    """A state, or an adapter, in its place on the mesh."""
+    return jax.device_put(state, meshes.adapter_shardings(session.model.mesh, state))
 
 
 def moves_logits(session: Session, adapter: lora.Adapter) -> bool:

@@ -44,7 +44,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         start, cursor = saved.latest() or 0, {}
         if start > config.steps:
             raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
-        state = place(session, evaluate.new_state(config, session))
+        state = sessions.place(session, evaluate.new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
@@ -112,10 +112,6 @@ def cache_note(config, session, data) -> str:
     lay = engine.layout(engine.from_config(r), shards, r.prompts, data.length, sessions.sampling(config, session))
     size = engine.cache_bytes(session.model, lay) / 1e6
     return f"cache: {size:.1f} MB on each of {shards} row shards, {lay.pages * lay.page} tokens, for {lay.tiles * lay.lanes} slots in all"
-
-
-def place(session, state: update.State) -> update.State:
-    return jax.device_put(state, meshes.adapter_shardings(session.model.mesh, state))
 
 
 def describe(found: Experience, updating_s: float) -> dict:

@@ -13,7 +13,7 @@ import optax
 import pytest
 import reference
 
-from rl_adapter import cache, engine, lora, loss, moe, quant, update
+from rl_adapter import cache, engine, lora, loss, microbatch, moe, quant, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.sampling import Sampling
@@ -130,10 +130,12 @@ def step():
         i32((P, T)), i32((P,)), i32((P, G, C)), struct((P, G, C), jnp.bool_), i32((P, G)), struct((P, G), jnp.bool_),
         *(f32((P, G, C)),) * 3, choices(T), choices(G, C),
     )  # fmt: skip
-    tokens, prompts = update.microbatch(P, T, G, C, 0)
+    tokens, prompts = microbatch.size(P, T, G, C, 0)
     planned = i32((P, prompts)), i32(())
-    lowered = update._update.lower(model_of(spec), tx, loss.GRPO(0.2, 0.2, 0.1), 1.0, tokens, base, state, r, f32((P, G)), *planned)
-    return spec, base_bytes, size((state, r, planned)) + 4 * P * G, lowered.compile(compiler_options=SCALAR_CODE)
+    batch = update.Batch(r, *(f32((P, G, C)),) * 3)
+    objective = update.Policy(loss.Loss(kl=0.1))
+    lowered = update._update.lower(model_of(spec), tx, objective, tokens, base, state, batch, None, *planned)
+    return spec, base_bytes, size((state, batch, planned)), lowered.compile(compiler_options=SCALAR_CODE)
 
 
 def test_arguments_of_a_step(step):

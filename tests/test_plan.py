@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, loss, plan, update
+from rl_adapter import engine, lora, loss, microbatch, plan, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
@@ -150,14 +150,15 @@ def test_a_step_against_the_compiler():
         *(row((p, g, c), f32),) * 3, choice(t), choice(g, c),
     )  # fmt: skip
     base = placed(base, meshes.base_shardings(mesh, base))
-    tokens, prompts = update.microbatch(p // 2, t, g, c, -(-config.optimizer.microbatch_tokens // 2))
+    tokens, prompts = microbatch.size(p // 2, t, g, c, -(-config.optimizer.microbatch_tokens // 2))
     planned = placed((jax.ShapeDtypeStruct((p, 2 * prompts), i32), jax.ShapeDtypeStruct((), i32)), (meshes.replicated(mesh),) * 2)
-    lowered = update._update.lower(model, tx, loss.GRPO(0.2, 0.2, 0.0), 1.0, tokens, base, state, r, row((p, g), f32), *planned)
+    batch = update.Batch(r, *(row((p, g, c), f32),) * 3)
+    lowered = update._update.lower(model, tx, update.Policy(loss.Loss()), tokens, base, state, batch, None, *planned)
     memory = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
     # Whether completions stopped, and the sampled logprobs, are not read, so not passed; 4 bytes of each count.
-    read = jax.tree.leaves(r.replace(stopped=None, sampled_logprobs=None)) + [row((p, g), f32)]
-    batch = sum(x.size * x.dtype.itemsize for x in read) // 2
-    assert memory.argument_size_in_bytes == found.held + batch + 4 * (p * 2 * prompts + 1) + 2 * 4
+    read = jax.tree.leaves(batch.replace(rollout=r.replace(stopped=None, sampled_logprobs=None)))
+    passed = sum(x.size * x.dtype.itemsize for x in read) // 2
+    assert memory.argument_size_in_bytes == found.held + passed + 4 * (p * 2 * prompts + 1) + 2 * 4
     assert memory.temp_size_in_bytes < found.training < 4 * memory.temp_size_in_bytes
 
 
