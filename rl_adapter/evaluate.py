@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, prompts, reward, rollout, update
+from rl_adapter import checkpoint, engine, lora, monitor, prompts, rollout, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
@@ -47,8 +47,8 @@ def greedy(
             engine.from_config(config.rollout),
         )
         texts += [session.tokenizer.decode(row) for row in rollout.completions(out)][: n - start]
-    rewards, _ = reward.score(texts, data.problems[:n], sessions.reward_of(config))
-    return rewards, texts
+    outcomes = session.rewards.score_all(data.problems[:n], texts)
+    return np.array([outcome.reward for outcome in outcomes], np.float32), texts
 
 
 def prepare(model, adapter: lora.Adapter) -> lora.Adapter:

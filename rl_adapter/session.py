@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,12 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, monitor, prompts, reward, rollout
+from rl_adapter import engine, lora, monitor, prompts, rollout
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import chat, load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
+from rl_adapter.rewards.score import Rewards, open_rewards
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Numerics, Problem
 
@@ -31,6 +31,7 @@ class Session:
     report: dict  # of the loader: what was taken as it lies on disk, what was quantized
     initial: lora.Adapter | None  # that of `adapter.init`, on the host
     data: dict[str, "Data"]  # by split
+    rewards: Rewards
 
 
 def open_session(config: ConfigDict, *splits: str) -> Session:
@@ -53,6 +54,7 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
     adapter = lora.adapter_spec(config.adapter)
     jax.eval_shape(lambda: lora.init(adapter, load.outline(checkpoint.described), jax.random.key(0)))  # refuses ranks that do not fit
     data = {split: open_data(config, tokenizer, split) for split in splits}
+    rewards = open_rewards(config)
     r = config.rollout
     for held in data.values():  # refuses a cache that is too small
         sizes = Sampling(r.group, r.max_new_tokens, (), 0)
@@ -62,7 +64,8 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
-    session = Session(model, models.place(spec, loaded.base, mesh, context), loaded.digest, tokenizer, loaded.report, initial, data)
+    base = models.place(spec, loaded.base, mesh, context)
+    session = Session(model, base, loaded.digest, tokenizer, loaded.report, initial, data, rewards)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
             f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"
@@ -106,10 +109,6 @@ def stop_ids(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> tuple[int, 
             raise ValueError(f"rollout.stop: found {text!r}, which is {len(ids)} tokens of the model, need texts of one token")
         more += ids
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *more)))
-
-
-def reward_of(config: ConfigDict) -> Callable[[str, Problem], float]:
-    return functools.partial(reward.exact_match, mark=config.reward.mark)
 
 
 def init_adapter(config: ConfigDict, session: Session) -> lora.Adapter:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import advantage, checkpoint, engine, evaluate, lora, loss, monitor, prompts, reward, rollout, runtime, update
+from rl_adapter import advantage, checkpoint, engine, evaluate, lora, loss, monitor, prompts, rollout, runtime, update
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.files import write_atomically
@@ -178,14 +178,13 @@ def sample(config, session, data, indices, adapter, step: int) -> Scored:
     counts = collections.Counter()
     prepared = evaluate.prepare(session.model, adapter)
     texts, found = [""] * len(problems), [None] * len(problems)
-    reward_of = sessions.reward_of(config)
 
     def scored(completion, row):
         texts[row] = session.tokenizer.decode(completion.tokens.tolist())
-        found[row] = reward.score_one(texts[row], problems[row], reward_of)
+        found[row] = session.rewards.score(problems[row], texts[row], not completion.stopped)
 
     jobs = []
-    with futures.ThreadPoolExecutor(1) as scorer:
+    with futures.ThreadPoolExecutor(config.reward.workers) as scorer:
 
         def passing(completions):
             for one in completions:
@@ -202,9 +201,10 @@ def sample(config, session, data, indices, adapter, step: int) -> Scored:
     waiting_s = time.monotonic() - sampled
     for job in jobs:
         job.result()  # raises what it raised
-    rewards = np.array([r for r, _ in found], np.float32).reshape(-1, group)
+    rewards = np.array([outcome.reward for outcome in found], np.float32).reshape(-1, group)
+    failures = ["; ".join(f"{name}: {why}" for name, why in outcome.failures.items()) or None for outcome in found]
     counts["compilations"] = runtime.compilations() - compiled
-    return Scored(samples, problems, texts, rewards, [f for _, f in found], counts, sampled - started, waiting_s)
+    return Scored(samples, problems, texts, rewards, failures, counts, sampled - started, waiting_s)
 
 
 def place(session, state: update.State) -> update.State:

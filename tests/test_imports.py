@@ -10,7 +10,7 @@ PACKAGE = ROOT / "rl_adapter"
 
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
-    ("types", "files", "config", "runtime"),
+    ("types", "files", "config", "runtime", "sandbox", "sandbox_stage"),
     ("environments", "mesh", "numerics", "packing"),
     ("quant",),
     ("lora",),
@@ -20,12 +20,18 @@ LAYERS = [
     ("hub", "loss", "sampling"),  # the loss is a part of the update, as sampling, engine and scheduler are of the rollout
     ("engine",),
     ("scheduler",),
-    ("prompts", "rollout", "reward", "advantage", "update", "checkpoint", "monitor"),  # the stages
+    ("prompts", "rollout", "rewards", "advantage", "update", "checkpoint", "monitor"),  # the stages
     ("session", "plan"),
     ("train", "evaluate", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {12}  # orchestration: a sweep calls train, train calls evaluate
-DOORS = {"aqt": {"quant"}, "orbax": {"checkpoint", "hub"}, "safetensors": {"hub"}}  # of orbax: states, and prepared copies of bases
+WITHIN = {0, 12}  # a sandbox has its stage; orchestration: a sweep calls train, train calls evaluate
+RUN_ELSEWHERE = {"math_verify": {"rewards"}, "jsonschema": {"rewards"}}  # in a killable process
+DOORS = {
+    "aqt": {"quant"},
+    "orbax": {"checkpoint", "hub"},
+    "safetensors": {"hub"},
+    **RUN_ELSEWHERE,
+}  # of orbax: states, and prepared copies of bases
 
 
 def imports(path: pathlib.Path) -> set[str]:
