@@ -3,6 +3,7 @@
     python launch.py                                        trains experiments/quickstart.py in runs/quickstart
     python launch.py --config=FILE[:arg] --config.adapter.rank=4 --workdir=runs/rank4
     python launch.py --mode=eval|sweep|consistency          on the same config and directory
+    python launch.py --mode=audit                           whether a run's samples are those that it wrote
     python launch.py --mode=plan                            the memory that a run needs, told before anything is loaded
     python launch.py --mode=quality                         how far a low-precision base is from its original: table and plot
     python launch.py --mode=export --layout=fused           the run's adapter for peft; merged, or for serving engines
@@ -23,7 +24,7 @@ from rl_adapter import config as config_lib
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEFAULT_CONFIG = "experiments/quickstart.py"
-MODES = ("train", "eval", "sweep", "consistency", "export", "plan", "quality")
+MODES = ("train", "eval", "sweep", "audit", "consistency", "export", "plan", "quality")
 LAYOUTS = ("per-expert", "fused", "fused-0.18", "merged", "merged-requantized")
 
 
@@ -105,9 +106,14 @@ def main(argv: list[str]) -> None:
         return
     runtime.setup(values.devices)
     if values.mode == "train":
-        from rl_adapter import train
+        from rl_adapter import offline, train
 
-        train.run(config, workdir, override_identity=values.override_identity)
+        run = train.run if config.objective == "rl" else offline.run
+        run(config, workdir, override_identity=values.override_identity)
+    elif values.mode == "audit":
+        from rl_adapter import audit
+
+        audit.run(workdir)
     elif values.mode == "eval":
         from rl_adapter import evaluate
 

@@ -1,6 +1,6 @@
 """A sweep over `experiments/algorithms.py` as one table: held-out accuracy before and after, mean and interval over seeds.
 
-    python -m experiments.learning_table runs/algorithms
+python -m experiments.learning_table runs/algorithms
 """
 
 import csv

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
 CALLS = "auto", "kimi", "deepseek", "glm", "mistral", "harmony", "hermes", "llama3", "brackets", "equals"
+SCORERS = "exact", "math", "code", "gym", "regex", "json", "function"  # of `reward`
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
 OBJECTIVES = "rl", "sft", "dpo", "ipo", "reward"
 ESTIMATORS = "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "distill"  # of advantage.py
@@ -126,6 +128,23 @@ def default() -> ConfigDict:
 
     w = c.reward = ConfigDict()
     w.mark = "Answer:"  # the answer is what follows its last occurrence; '' = what the completion begins with
+    w.failure = 0.0  # finite; the value of a part whose scorer failed
+    w.seconds = 10.0  # > 0; wall time of one scoring by a worker
+    w.workers = 2  # processes >= 1 that score at a time; none is started where exact match is all there is
+    w.held_out = ""  # one of SCORERS with weight 0.0, scored and logged but not rewarded; '' = none
+    w.gold = "refuse"  # problems whose gold answer does not earn its own reward: 'refuse' to start | 'drop' them
+    # A completion earns the sum of weight (finite, one not 0.0) times value of its parts. A part with weight 0.0 is off.
+    for scorer in SCORERS:
+        w[scorer] = ConfigDict({"weight": float(scorer == "exact")})
+    w.env = ConfigDict({"weight": 1.0})  # finite; of what environments give by themselves, such as a game that is won
+    w.code.seconds = 10.0  # > 0; wall time of all tests of a program
+    w.code.memory_mb = 1024  # MiB >= 1; address space of each of its processes
+    w.code.processes = 16  # processes and threads >= 1 at a time
+    w.code.output_kb = 1024  # KiB >= 1; of its standard output, and of its standard error
+    w.gym.partial = False  # take scores below 1.0 too
+    w.regex.pattern = ""  # regular expression that the whole completion must match
+    w.json.schema = ""  # path of a JSON schema
+    w.function.path = ""  # 'module:name' of a function (completion, dict of the problem's fields) -> float
 
     # Environments answer the model between its turns, with as many tokens as rollout.max_new_tokens leaves.
     n = c.env = ConfigDict()
@@ -239,6 +258,8 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
         "optimizer.schedule": ("constant", "linear", "cosine"),
         "data.curriculum": ("none", "pass_rate"),
         **{f"data.{fault}": ("refuse", "drop") for fault in ("duplicates", "empty", "too_long", "overlap")},
+        "reward.gold": ("refuse", "drop"),
+        "reward.held_out": ("", *SCORERS),
         **{f"quantize.{k}": FORMATS for k in config.quantize},
     }
 
@@ -247,6 +268,7 @@ def _choices(config: ConfigDict) -> dict[str, tuple]:
 _SEED = (lambda v: 0 <= v < 2**32, "in 0 .. 2^32 - 1")
 _AT_LEAST_0 = (lambda v: 0 <= v < float("inf"), "at least 0 and finite")
 _AT_LEAST_1 = (lambda v: v >= 1, "at least 1")
+_FINITE = (lambda v: abs(v) < float("inf"), "a finite number")
 _POSITIVE = (lambda v: 0 < v < float("inf"), "a finite number above 0")
 _FRACTION = (lambda v: 0 <= v < 1, "in [0, 1)")
 _SHARE = (lambda v: 0 <= v <= 1, "in [0, 1]")
@@ -275,7 +297,10 @@ _RANGES = {
     **{f: (lambda v: 0 < v <= 1, "in (0, 1]") for f in ("rollout.top_p", "eval.top_p")},
     **{f: _AT_LEAST_0 for f in ("samples.keep", "samples.keep_every")},
     "eval.samples": (lambda v: 1 <= v <= 512, "in 1 .. 512"),
-    "eval.solved": (lambda v: abs(v) < float("inf"), "a finite number"),
+    "eval.solved": _FINITE,
+    **{f: _FINITE for f in ("reward.failure", *(f"reward.{scorer}.weight" for scorer in (*SCORERS, "env")))},
+    **{f: _POSITIVE for f in ("reward.seconds", "reward.code.seconds")},
+    **{f: _AT_LEAST_1 for f in ("reward.workers", "reward.code.memory_mb", "reward.code.processes", "reward.code.output_kb")},
     "quality.tokens": (lambda v: v >= 2, "at least 2: the first is given"),
     "context": (lambda v: v == 0 or v >= 2, "0 or at least 2"),
 }
@@ -307,6 +332,7 @@ def validate(config: ConfigDict) -> None:
         for text in (fields[field],) if isinstance(fields[field], str) else fields[field]:
             if half := half_character(text):
                 raise ValueError(f"{field}: found {half!a}, half a character or a byte that is not UTF-8, in {text!a}, need whole ones")
+    _validate_reward(config.reward)
     if config.rollout.prompts % config.optimizer.minibatches:
         need = f"a multiple of optimizer.minibatches = {config.optimizer.minibatches}"
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need {need}")
@@ -411,6 +437,24 @@ def _validate_samples(settings: ConfigDict) -> None:
             raise ValueError(f"samples.redact: found {pattern!a}, which finds the empty text, need one that does not")
 
 
+def _validate_reward(reward: ConfigDict) -> None:
+    if not any(reward[scorer].weight for scorer in SCORERS):
+        raise ValueError(f"reward: every weight is 0.0, need at least one of reward.{{{','.join(SCORERS)}}}.weight that is not")
+    if reward.held_out and reward[reward.held_out].weight:
+        found = f"{reward.held_out!r}, whose weight is {reward[reward.held_out].weight:g}"
+        raise ValueError(f"reward.held_out: found {found}, need one with weight 0.0: what is rewarded is not held out")
+    used = [scorer for scorer in SCORERS if reward[scorer].weight or reward.held_out == scorer]
+    if "regex" in used:
+        try:
+            re.compile(reward.regex.pattern or "(")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"reward.regex.pattern: found {reward.regex.pattern!r} ({error}), need a regular expression") from None
+    if "json" in used and not os.path.isfile(reward.json.schema):
+        raise ValueError(f"reward.json.schema: found {reward.json.schema!r}, which is no file; need a JSON schema")
+    if "function" in used and not re.fullmatch(r"\w+(\.\w+)*:\w+", reward.function.path):
+        raise ValueError(f"reward.function.path: found {reward.function.path!r}, need 'module:name' of a function")
+
+
 def _is_variant(text: str) -> bool:
     name, colon, form = text.partition(":")
     return name in VARIANTS and (not colon or form in FORMATS)
@@ -457,7 +501,7 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     more steps merely extend it.
     """
     # The base is compared by its digest, not by where it lies.
-    watched = "eval.", "samples.", "checkpoint.", "quality.", "model", "prepared"
+    watched = "eval.", "samples.", "checkpoint.", "quality.", "model", "prepared", "reward.workers"
     watched += ("steps",) if config.optimizer.schedule == "constant" else ()
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
     fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}

@@ -12,13 +12,13 @@ from rl_adapter.play import Played
 
 
 @dataclasses.dataclass(frozen=True)
-class Experience(Played):
+class Experience:
     """What a step learns from."""
 
-    seed: int
+    played: Played
     version: int  # steps that the adapter which sampled had learned from
-    drawn: Played  # all that the step drew, in order; what is not in `kept` was left out
-    kept: np.ndarray  # [P] prompts of `drawn`
+    drawn: Played  # all that the step drew, in order, of which `played` is a part
+    kept: np.ndarray  # [P] which prompts of it
     seeds: np.ndarray  # of each prompt of `drawn`
     tries: int
     counts: dict[str, int]  # of the engine's work
@@ -51,9 +51,6 @@ def gather(config, session, data, batches, adapter, version: int, step: int) -> 
     order = np.argsort(~advantage.mixed(drawn.rewards), kind="stable") if config.rollout.tries > 1 else np.arange(wanted)
     kept = np.sort(order[:wanted])
     counts["compilations"] = runtime.compilations() - compiled
-    best, waited = drawn.rows(kept), counts.pop("waited_ns") / 1e9
-    lists = (getattr(best, name) for name in play.LISTS)
+    waited = counts.pop("waited_ns") / 1e9
     took = time.monotonic() - started - waited
-    return Experience(
-        best.samples, *lists, seed, version, drawn, kept, np.array(seeds), len(found), counts, took, waited
-    ), cursor  # fmt: skip
+    return Experience(drawn.rows(kept), version, drawn, kept, np.array(seeds), len(found), counts, took, waited), cursor

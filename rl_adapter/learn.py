@@ -21,16 +21,16 @@ def learn(
     """One step's updates. `meanwhile` is called with the state's new `previous` after the device has got its work and before anything waits
     for it: on one thread, so that all devices of a mesh get programs in one order."""
     started, before = time.monotonic(), runtime.compilations()
-    r = rollout.place(session.model, experience.samples)
-    mask = trained_tokens(config, experience.samples)
+    r = rollout.place(session.model, experience.played.samples)
+    mask = trained_tokens(config, experience.played.samples)
     reference = reference_of(config, session, r)
     values = None if state.critic is None else scalar.values_all(session.model, session.base, state.critic.adapter, r, _tokens(config))
-    of_tokens = token_rewards(config, experience.samples, reference)
+    of_tokens = token_rewards(config, experience.played.samples, reference)
     rewards = shaped_rewards(config, experience)
     values = None if values is None else np.asarray(values)
     advantages = advantages_of(config, rewards, mask, of_tokens, values)
     if config.loss.correction != "none":
-        r, advantages = corrected(config, session, state.adapter, r, experience.samples, mask, advantages)
+        r, advantages = corrected(config, session, state.adapter, r, experience.played.samples, mask, advantages)
     n = config.rollout.max_staleness  # an update takes the state's own adapter
     previous = (*state.previous, jax.tree.map(jnp.copy, state.adapter))[-n:] if n else ()
     loads = None if reference is None else reference.loads
@@ -88,9 +88,9 @@ def token_rewards(config, samples: Rollout, reference: scoring.Logprobs | None) 
 
 def shaped_rewards(config, experience: Experience) -> np.ndarray:
     """[P, G]: rewards less what long completions lose."""
-    a, samples = config.advantage, experience.samples
+    a, samples = config.advantage, experience.played.samples
     longest = config.rollout.max_new_tokens
-    return experience.rewards + advantage.overlong(samples.lengths, longest, a.overlong_buffer, a.overlong_penalty)
+    return experience.played.rewards + advantage.overlong(samples.lengths, longest, a.overlong_buffer, a.overlong_penalty)
 
 
 def advantages_of(config, rewards: np.ndarray, mask: np.ndarray, of_tokens: np.ndarray | None, values: np.ndarray | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Completions with what they earned: the rollout, the environments that answer it, and rewards, each found as soon as a completion is there.
+"""Completions with what they earned: rollout, the environments that answer it, and rewards, each as soon as a completion is there.
 
 Training and evaluation both come here, so what is trained on and what is measured cannot drift apart.
 """
@@ -75,8 +75,7 @@ def play(
         texts[row] = session.tokenizer.decode(one.tokens.tolist())
         given, said = {}, texts[row]
         if talks:
-            episode = episodes[row] = talks.finish(one.prompt, one.sample, one.tokens)
-            said = episode.scored_text
+            episode, said = episodes[row], episodes[row].scored_text
             if episode.reward is not None or episode.failure:
                 given["env"] = (episode.reward, episode.failure)
         outcomes[row] = session.rewards.score(problems[row], said, truncated=not one.stopped, given=given)
@@ -86,7 +85,10 @@ def play(
 
         def passing(completions: Iterator) -> Iterator:
             for one in completions:
-                jobs.append(scorers.submit(score, one, one.prompt * group + one.sample))
+                row = one.prompt * group + one.sample
+                if talks:  # on the thread that asks environments
+                    episodes[row] = talks.finish(one.prompt, one.sample, one.tokens)
+                jobs.append(scorers.submit(score, one, row))
                 yield one
 
         completions = rollout.stream(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, monitor, reward, rollout
+from rl_adapter import engine, environments, episodes, lora, monitor, rollout, sandbox
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.data import prompts
+from rl_adapter.environments import Environment, toolbox, turns
 from rl_adapter.hub import load, peft_read, prepared
 from rl_adapter.hub import tokenizer as tokenizers
+from rl_adapter.rewards import hygiene
+from rl_adapter.rewards.score import Rewards, limits, open_rewards
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Array, Base, Numerics, Problem, PyTree
 
@@ -33,6 +37,8 @@ class Session:
     initial: lora.Adapter | None  # that of `adapter.init`, on the host
     reference: lora.Adapter | None  # that of `loss.reference`, in its place; None: the base itself
     data: dict[str, "Data"]  # by split
+    rewards: Rewards
+    talk: episodes.Setting  # how environments answer
 
 
 def open_session(config: ConfigDict, *splits: str) -> Session:
@@ -52,22 +58,26 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
         )
     tokenizer = checkpoint.tokenizer()
     stop_ids(config, tokenizer)
+    rewards = open_rewards(config)
     adapter = lora.adapter_spec(config.adapter)
     jax.eval_shape(lambda: lora.init(adapter, load.outline(checkpoint.described), jax.random.key(0)))  # refuses ranks that do not fit
-    data = {split: open_data(config, tokenizer, split) for split in splits}
+    read = {split: prompts.load(config.data, split) for split in splits}
+    answering = open_environments(config, rewards, [problem for found in read.values() for problem in found.problems])
+    data = {split: open_data(config, tokenizer, found, answering, rewards) for split, found in read.items()}
+    talk = open_talk(config, tokenizer, answering, [problem for found in data.values() for problem in found.problems])
     r = config.rollout
     for held in data.values():  # refuses a cache that is too small
         sizes = Sampling(r.group, r.max_new_tokens, (), 0)
         engine.layout(engine.from_config(r), meshes.row_shards(mesh), r.prompts, held.length, sizes)
-    read = lambda path: peft_read.read(path, checkpoint.described, adapter)[0] if path else None
-    initial, reference = read(config.adapter.init), read(config.loss.reference)
+    peft = lambda path: peft_read.read(path, checkpoint.described, adapter)[0] if path else None
+    initial, reference = peft(config.adapter.init), peft(config.loss.reference)
     with monitor.loading(f"loading {rich.markup.escape(checkpoint.path.name)}") as progress:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
     reference = None if reference is None else jax.device_put(reference, meshes.adapter_shardings(mesh, reference))
     placed = models.place(spec, loaded.base, mesh, context)
-    session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data)
+    session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data, rewards, talk)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
             f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"
@@ -86,10 +96,51 @@ class Data:
     report: prompts.Report  # what was read, and what of it dropped
 
 
-def open_data(config: ConfigDict, tokenizer: tokenizers.Tokenizer, split: str) -> Data:
-    found, encoded = prompts.encode(tokenizer, config.data, prompts.load(config.data, split))
+def open_data(
+    config: ConfigDict, tokenizer: tokenizers.Tokenizer, read: prompts.Split, answering: Mapping[str, Environment], rewards: Rewards
+) -> Data:
+    """What is left of a split, encoded; problems whose gold answer earns nothing are refused or dropped, as `reward.gold` says."""
+    found, encoded = prompts.encode(tokenizer, config.data, read, lambda problem: episodes.variables(answering[problem.env]))
     length = rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens)
+    sound, bad = hygiene.check_gold(rewards, found.problems, config.reward.gold)
+    if bad:
+        good = {id(problem) for problem in sound}
+        keep = [i for i, problem in enumerate(found.problems) if id(problem) in good]
+        found = prompts.without(found, keep, "reward.gold", [f"{problem.prompt!r:.60}: {why}" for problem, why in bad])
+        encoded = [encoded[i] for i in keep]
     return Data(found.problems, encoded, length, found.sources, found.report)
+
+
+def open_environments(config: ConfigDict, rewards: Rewards, problems: Sequence[Problem]) -> dict[str, Environment]:
+    """The environments that problems name, with the tools of `env.tools`."""
+    tools = toolbox.make(config.env, functools.partial(_run_python, limits(config.reward.code))) if config.env.tools else {}
+    right = lambda text, problem: rewards.score(problem, text).reward
+    return environments.make_all({p.env for p in problems}, config.env.name, environments.Kit(tools, right, config.env.attempts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ran:
+    returncode: int
+    stdout: str
+    stderr: str
+    reason: str
+
+
+def _run_python(bounds: sandbox.Limits, code: str) -> _Ran:
+    ran = sandbox.run([sys.executable, "-I", "main.py"], {"main.py": code.encode(errors="replace")}, limits=bounds)
+    return _Ran(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"), ran.reason)
+
+
+def open_talk(
+    config: ConfigDict, tokenizer: tokenizers.Tokenizer, answering: Mapping[str, Environment], problems: Sequence[Problem]
+) -> episodes.Setting:
+    """How the model and its environments talk: as chats where prompts are chats, else as text."""
+    chats = {config.data.chat or bool(problem.messages) for problem in problems}
+    talks = any(not isinstance(e, turns.SingleTurn) for e in answering.values())
+    if talks and len(chats) > 1:
+        raise ValueError("env: found problems that are chats and problems that are plain text, need one of them where environments answer")
+    opening = (lambda problem: prompts.asked(config.data, problem)) if chats == {True} else None
+    return episodes.setting(config.env, answering, tokenizer, stop_ids(config, tokenizer), opening, problems)
 
 
 def sampling(config: ConfigDict, session: Session, greedy: bool = False) -> Sampling:
@@ -108,10 +159,6 @@ def stop_ids(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> tuple[int, 
             raise ValueError(f"rollout.stop: found {text!r}, which is {len(ids)} tokens of the model, need texts of one token")
         more += ids
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *more)))
-
-
-def reward_of(config: ConfigDict) -> Callable[[str, Problem], float]:
-    return functools.partial(reward.exact_match, mark=config.reward.mark)
 
 
 def init_adapter(config: ConfigDict, session: Session) -> lora.Adapter:

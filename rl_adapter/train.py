@@ -6,16 +6,17 @@ import os
 import pathlib
 import time
 
-import jax
 import numpy as np
+import pyarrow as pa
 from ml_collections import ConfigDict
 
-from rl_adapter import checkpoint, engine, evaluate, experience, learn, lora, monitor, reward, runtime, update
+from rl_adapter import advantage, checkpoint, engine, episodes, evaluate, experience, learn, lora, manifest, monitor, runtime, samples
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.data import iterator
 from rl_adapter.experience import Experience
 from rl_adapter.files import write_atomically
+from rl_adapter.rewards import hygiene
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
@@ -37,10 +38,12 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     batches = iterator.from_config(config.data, train_data.sources, config.rollout.prompts)
     tx, schedule = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
-    judge = reward.Judge(sessions.reward_of(config))
-    with checkpoint.Checkpoints(
-        workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
-    ) as saved:
+    with (
+        session.rewards,
+        checkpoint.Checkpoints(
+            workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
+        ) as saved,
+    ):
         start, cursor = saved.latest() or 0, {}
         if start > config.steps:
             raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
@@ -48,6 +51,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         if start:
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
+        if config.samples.write:
+            manifest.rewind(workdir / "samples", start, manifest.run_of(identity), None if override_identity else cursor.get("samples"))
         trained = lora.count(state.adapter) + (lora.count(state.critic.adapter) if state.critic else 0)
         about = {"trained_parameters": trained, "base": session.report, "mesh": dict(session.model.mesh.shape)}
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
@@ -62,8 +67,11 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 base_accuracy = evaluation(config, session, eval_data, None, workdir / "eval_base.json")
             log.note(f"base accuracy {base_accuracy:.1%} on {examples} held-out problems")
             log.note(cache_note(config, session, train_data))
+            log.note(session.rewards.describe())
+            for warning in hygiene.run_probes(session.rewards, train_data.problems, config.seed):
+                log.note(f"warning: {warning}")
             behind = config.rollout.max_staleness
-            gather = functools.partial(experience.gather, config, session, train_data, batches, judge=judge)
+            gather = functools.partial(experience.gather, config, session, train_data, batches)
             upcoming = []  # the next step's experience, where it is sampled while the update runs
             for step in range(start, config.steps):
                 began = time.monotonic()
@@ -72,12 +80,13 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 found, at_data = upcoming.pop()
 
                 def meanwhile(previous, step=step, found=found):
-                    keep_samples(workdir / "samples", step, found)
+                    if config.samples.write:  # while the device works
+                        samples.write(workdir / "samples", step, sample_rows(session, step, found), config.samples)
                     if behind and step + 1 < config.steps:
                         upcoming.append(gather(previous[0], max(0, step + 1 - behind), step + 1))
 
                 state, metrics = learn.learn(config, session, found, state, tx, step, meanwhile)
-                metrics = metrics | describe(found, metrics["time/update_s"])
+                metrics = metrics | describe(config, found, metrics["time/update_s"])
                 metrics["compilations"] += found.counts["compilations"]
                 learn.check_finite(step, metrics, state)
                 metrics["time/step_s"] = time.monotonic() - began
@@ -88,6 +97,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 if metrics["compilations"]:
                     log.note(f"compiled {metrics['compilations']} programs, {runtime.compile_seconds():.1f} s in all so far")
                 at = {"data": at_data, "base_accuracy": base_accuracy, "examples": examples}
+                at |= {"samples": manifest.head(workdir / "samples")} if config.samples.write else {}
                 saved.save(step + 1, state, at, force=step + 1 == config.steps)
             accuracy = evaluation(config, session, eval_data, state.adapter, workdir / "eval_adapter.json")
             saved.wait()
@@ -102,6 +112,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 "compilations": runtime.compilations(),
                 "compile_s": runtime.compile_seconds(),
             }
+            if config.samples.write:
+                summary["samples_head"] = manifest.head(workdir / "samples")
             log.finish(summary)
     return summary
 
@@ -114,36 +126,43 @@ def cache_note(config, session, data) -> str:
     return f"cache: {size:.1f} MB on each of {shards} row shards, {lay.pages * lay.page} tokens, for {lay.tiles * lay.lanes} slots in all"
 
 
-def describe(found: Experience, updating_s: float) -> dict:
+def describe(config: ConfigDict, found: Experience, updating_s: float) -> dict:
     """What a step's completions say of themselves."""
-    samples, counts, rewards = found.samples, found.counts, found.rewards
-    flat, tokens = rewards.reshape(-1), int(samples.drawn.sum())
+    played, counts, rewards = found.played, found.counts, found.played.rewards
+    flat, tokens = rewards.reshape(-1), int(played.samples.drawn.sum())
     return {
         "reward/mean": float(flat.mean()),
         "reward/std": float(flat.std()),
-        "reward/mixed_groups": float((np.ptp(rewards, 1) > 0).mean()),
-        "response/length": float(samples.lengths.mean()),
-        "response/truncated": float(1 - samples.stopped.mean()),
+        "reward/mixed_groups": float(advantage.mixed(rewards).mean()),
+        "response/length": float(played.samples.lengths.mean()),
+        "response/truncated": float(1 - played.samples.stopped.mean()),
         "response/tokens": tokens,
         "rollout/slots_used": counts["decoded"] / max(1, counts["slot_steps"]),
         "rollout/tries": found.tries,
-        "rollout/discarded": len(found.discarded.samples.prompts) if found.discarded else 0,
+        "rollout/discarded": len(found.seeds) - len(found.kept),
         "rollout/version": found.version,
         "time/rollout_s": found.sampling_s,
         "time/reward_s": found.waiting_s,
         "throughput/rollout_tokens_per_s": tokens / found.sampling_s,
         "throughput/update_tokens_per_s": tokens / updating_s,
-    } | {f"reward/kind/{kind}": value for kind, value in evaluate.by_kind(found.problems, flat).items()}
+        **{f"reward/kind/{kind}": value for kind, value in evaluate.by_kind(played.problems, flat).items()},
+        **hygiene.divergence(played.outcomes, config.reward.held_out),
+        **(episodes.describe(played.episodes) if played.episodes else {}),
+    }
 
 
-def keep_samples(directory: pathlib.Path, step: int, found: Experience) -> None:
-    """samples/STEP.jsonl: every completion with its reward. One file a step, so that a resumed run writes it again as it was."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rows = (
-        {"prompt": p.prompt, "completion": text, "answer": p.answer, "kind": p.kind, "reward": o.reward, "failures": dict(o.failures)}
-        for text, p, o in zip(found.texts, found.problems, found.outcomes)
-    )
-    write_atomically(directory / f"{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+def sample_rows(session: sessions.Session, step: int, found: Experience) -> pa.Table:
+    """All that a step drew, what it left out included, as `samples.SCHEMA` has it."""
+    tables, drawn = [], found.drawn
+    for seed in dict.fromkeys(found.seeds.tolist()):  # one for each try
+        rows = np.flatnonzero(found.seeds == seed)
+        some = drawn.rows(rows)
+        shape = some.samples.tokens.shape
+        trained = np.broadcast_to(np.isin(rows, found.kept)[:, None], shape[:2])
+        prompts = [session.tokenizer.decode(row[:n].tolist()) for row, n in zip(some.samples.prompts, some.samples.prompt_lengths)]
+        versions = np.full(shape, found.version, np.int32)
+        tables.append(samples.rows_of(step, some.samples, some.problems, prompts, some.texts, some.outcomes, versions, seed, trained))
+    return pa.concat_tables(tables)
 
 
 def evaluation(config, session, data, adapter, path: pathlib.Path | None) -> float:
@@ -154,5 +173,5 @@ def evaluation(config, session, data, adapter, path: pathlib.Path | None) -> flo
             {"prompt": p.prompt, "completion": t, "answer": p.answer, "kind": p.kind, "reward": float(r)}
             for p, t, r in zip(data.problems, texts, rewards)
         ]
-        write_atomically(path, json.dumps(rows, indent=0))
+        write_atomically(path, json.dumps(rows, indent=0), private=True)
     return float(rewards.mean())

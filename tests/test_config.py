@@ -63,6 +63,20 @@ BAD = [
     ({"data.prompt": "\udcff{prompt}"}, "data.prompt"),
     ({"data.train": ("\udfff",)}, "data.train"),
     ({"reward.mark": "\ud83d:"}, "reward.mark"),
+    ({"reward.exact.weight": 0.0}, "reward"),
+    ({"reward.exact.weight": float("nan")}, "reward.exact.weight"),
+    ({"reward.failure": float("-inf")}, "reward.failure"),
+    ({"reward.seconds": 0.0}, "reward.seconds"),
+    ({"reward.code.seconds": -1.0}, "reward.code.seconds"),
+    ({"reward.workers": 0}, "reward.workers"),
+    ({"reward.gold": "keep"}, "reward.gold"),
+    ({"reward.held_out": "maths"}, "reward.held_out"),
+    ({"reward.held_out": "exact"}, "reward.held_out"),
+    ({"reward.code.memory_mb": 0}, "reward.code.memory_mb"),
+    ({"reward.regex.weight": 1.0}, "reward.regex.pattern"),
+    ({"reward.held_out": "regex", "reward.regex.pattern": "(a"}, "reward.regex.pattern"),
+    ({"reward.json.weight": -1.0, "reward.json.schema": "/nowhere"}, "reward.json.schema"),
+    ({"reward.function.weight": 1.0, "reward.function.path": "os.path"}, "reward.function.path"),
     ({"model": "x" * 5000}, "model"),
     ({"model": "x" * 5000 + ".gguf"}, "model"),
     ({"quality.also": ("\0",)}, "quality.also"),
@@ -161,6 +175,7 @@ def test_every_number_and_choice_has_a_check():
     free |= {"data.train", "data.eval", "data.weights", "data.prompt", "rollout.stop", "reward.mark"}  # by hand
     free |= {"quality.against", "quality.also", "quality.variants"}
     free |= {"eval.k", "samples.omit", "samples.redact"}  # by hand too
+    free |= {"reward.gym.partial", "reward.regex.pattern", "reward.json.schema", "reward.function.path"}
     config = config_lib.default()
     checked = set(config_lib._RANGES) | set(config_lib._choices(config))
     assert set(config_lib.flatten(config)) == checked | free

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from experiments import corpus
-from rl_adapter import reward
 from rl_adapter.environments import arithmetic, fewshot, generated
+from rl_adapter.rewards import exact
 
 TOKENIZER = corpus.make_tokenizer()
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -41,7 +41,7 @@ def test_worked_steps_are_right_and_end_in_the_gold_answer(kind):
         steps = arithmetic.KINDS[kind].steps(problem.prompt)
         assert all(evaluate(left) == int(right) for left, right in (step.split("=") for step in steps)), steps
         assert steps[-1].endswith(f"={problem.answer}")
-        assert reward.exact_match(arithmetic.worked(problem), problem) == reward.exact_match(arithmetic.quick(problem), problem) == 1.0
+        assert exact.exact_match(arithmetic.worked(problem), problem) == exact.exact_match(arithmetic.quick(problem), problem) == 1.0
 
 
 def test_problems_mix_kinds_evenly():
@@ -136,5 +136,5 @@ def test_fewshot_tasks(kind):
             numbers = [int(n) for n in re.findall(r"\d+", line)]
             compute = {"two_digit_sum": sum, "largest": max, "smallest": min}[kind]
             assert compute(numbers[:-1]) == numbers[-1]
-        assert reward.exact_match(f" {problem.answer}\n", problem, mark="") == 1
-        assert reward.exact_match(f" 1{problem.answer}", problem, mark="") == reward.exact_match("", problem, mark="") == 0
+        assert exact.exact_match(f" {problem.answer}\n", problem, mark="") == 1
+        assert exact.exact_match(f" 1{problem.answer}", problem, mark="") == exact.exact_match("", problem, mark="") == 0

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "rl_adapter"
 
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
-    ("types", "files", "config", "runtime", "statistics"),
+    ("types", "files", "config", "runtime", "sandbox", "sandbox_stage", "statistics"),
     ("environments", "manifest", "mesh", "numerics", "packing"),
     ("quant", "microbatch"),
     ("lora",),
@@ -23,10 +23,13 @@ LAYERS = [
     ("scalar",),
     ("data", "rollout", "episodes", "rewards", "advantage", "update", "checkpoint", "samples", "monitor"),  # the stages
     ("session", "plan"),
-    ("train", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
+    ("play",),
+    ("train", "offline", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {14}  # orchestration: a sweep calls train, train calls evaluate
+WITHIN = {0, 15}  # a sandbox has its stage; orchestration: a sweep calls train, train calls evaluate
+RUN_ELSEWHERE = {"math_verify": {"rewards"}, "jsonschema": {"rewards"}}  # in a killable process
 DOORS = {
+    **RUN_ELSEWHERE,
     "aqt": {"quant"},
     "orbax": {"checkpoint", "hub"},  # states, and prepared copies of bases
     "safetensors": {"hub"},

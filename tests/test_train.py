@@ -22,10 +22,12 @@ import pytest
 import reference
 from quick import quickly
 
-from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, reward, rollout, runtime, train, update
+from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, rollout, runtime, train, update
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.hub.save import save_checkpoint
+from rl_adapter.rewards.score import Rewards
+from rl_adapter.types import Outcome
 
 STEPS = 6
 SPEC = reference.tiny_spec(d_model=32, heads=2, head_dim=16, experts=8, vocab=145)
@@ -53,15 +55,15 @@ def make_config(base: pathlib.Path, **changes):
     return config_lib.override(config_lib.default(), settings(base, **changes))
 
 
-def share_of_digits(text, problem, *_):
+def share_of_digits(_, problem, text, truncated=False):
     """A reward that a random model gets some of."""
-    return float(np.mean([c.isdigit() for c in text] or [0])), None
+    return Outcome(float(np.mean([c.isdigit() for c in text] or [0])))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rewarded():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "score_one", share_of_digits)
+        patch.setattr(Rewards, "score", share_of_digits)
         yield
 
 
@@ -162,7 +164,7 @@ RUN = textwrap.dedent(
     def slow(*args, **kwargs):
         time.sleep(0.01)
         return test_train.share_of_digits(*args, **kwargs)
-    test_train.reward.score_one = slow
+    test_train.Rewards.score = slow
     launch.main(["launch.py", *sys.argv[1:]])
     """
 )
@@ -241,9 +243,9 @@ def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
     session = sessions.open_session(config, "train")
     adapter, scored, stream = sessions.init_adapter(config, session), threading.Event(), rollout.stream
 
-    def scoring(text, problem, *_):
+    def scoring(*args):
         scored.set()
-        return share_of_digits(text, problem)
+        return share_of_digits(*args)
 
     def watched(*args, **kwargs):
         for i, one in enumerate(stream(*args, **kwargs)):
@@ -251,14 +253,14 @@ def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
             yield one
 
     monkeypatch.setattr(rollout, "stream", watched)
-    monkeypatch.setattr(reward, "score_one", scoring)
+    monkeypatch.setattr(Rewards, "score", scoring)
     step = lambda: train.sample(config, session, session.data["train"], np.arange(4), adapter, 3)
     found = step()
     assert found.texts == [session.tokenizer.decode(row) for row in rollout.completions(found.samples)]
     assert found.problems == [session.data["train"].problems[i] for i in range(4) for _ in range(4)]
-    rewards, failures = reward.score(found.texts, found.problems)
+    rewards = np.array([outcome.reward for outcome in session.rewards.score_all(found.problems, found.texts)], np.float32)
     np.testing.assert_array_equal(found.rewards.reshape(-1), rewards)
-    assert found.failures == failures and len(set(rewards)) > 2
+    assert found.failures == [None] * len(rewards) and len(set(rewards)) > 2
     monkeypatch.setattr(type(session.tokenizer), "decode", lambda *_: {}["no text"])
     with pytest.raises(KeyError, match="no text"):
         step()

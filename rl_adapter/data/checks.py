@@ -16,7 +16,7 @@ SHOWN = 5  # examples of a fault
 class Fault:
     """Records that were dropped."""
 
-    name: str  # the field of `data` that says what is done about it
+    name: str  # the field of the config that says what is done about it
     count: int
     examples: tuple[str, ...]  # the first of them: where, and what
 
@@ -44,7 +44,7 @@ class Report:
         if len(self.read) > 1:
             lines += [f"  {source}: {count(self.kept[source], n)}" for source, n in self.read.items()]
         for fault in self.dropped:
-            lines.append(f"  dropped {fault.count} (data.{fault.name}):")
+            lines.append(f"  dropped {fault.count} ({fault.name}):")
             lines += [f"    {example}" for example in fault.examples] + ["    ..."] * (fault.count > len(fault.examples))
         return "\n".join(lines)
 
@@ -82,7 +82,7 @@ def sift(
     left = [item for i, item in enumerate(items) if i not in faulty]
     if not left:
         raise ValueError(f"data.{name}: found none left when {len(faulty)} records {found} were dropped, need at least one")
-    return left, (Fault(name, len(faulty), shown),)
+    return left, (Fault(f"data.{name}", len(faulty), shown),)
 
 
 def content(items: list[Item], data: Any, envs: Collection[str] | None = None) -> tuple[list[Item], tuple[Fault, ...]]:

@@ -101,6 +101,11 @@ def narrowed(split: Split, items: list[Item], dropped: tuple[checks.Fault, ...])
     return Split(items, split.names, dataclasses.replace(now, read=split.report.read))
 
 
+def without(split: Split, keep: list[int], name: str, reasons: list[str]) -> Split:
+    """The split with the records `keep` alone; the others are a fault, dropped as the field `name` says."""
+    return narrowed(split, [split.items[i] for i in keep], (checks.Fault(name, len(reasons), tuple(reasons[: checks.SHOWN])),))
+
+
 def batch(encoded: list[np.ndarray], indices: np.ndarray, length: int, pad: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The chosen prompts, padded on the right to one length: tokens [P, T] int32 and lengths [P] int32."""
     lengths = np.array([len(encoded[i]) for i in indices], np.int32)

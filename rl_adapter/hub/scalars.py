@@ -57,7 +57,11 @@ def read(directory: str | os.PathLike, like: PyTree, spec: lora.AdapterSpec, dig
     if about.get("adapter") != json.dumps(_about(spec)):
         raise ValueError(f"{field}: found a reward model of adapter {about.get('adapter')}, need {json.dumps(_about(spec))}")
     want = _named(like)
-    differ = [name for name in sorted(want.keys() | found.keys()) if getattr(found.get(name), "shape", None) != getattr(want.get(name), "shape", None)]
+    differ = [
+        name
+        for name in sorted(want.keys() | found.keys())
+        if getattr(found.get(name), "shape", None) != getattr(want.get(name), "shape", None)
+    ]
     if differ or not all(np.isfinite(x).all() for x in found.values()):
         raise ValueError(f"{field}: found tensors that do not fit ({', '.join(differ[:3]) or 'not finite'}) in {path}")
     return jax.tree.unflatten(jax.tree.structure(like), [found[name].astype(np.float32) for name in want])
