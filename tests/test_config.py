@@ -133,6 +133,7 @@ def test_every_number_and_choice_has_a_check():
     }  # yes or no
     free |= {"model", "prepared", "adapter.init", "data.train_path", "data.eval_path", "quality.text_path"}  # paths
     free |= {"data.kinds", "data.prompt", "rollout.stop", "reward.mark", "quality.against", "quality.also", "quality.variants"}  # by hand
+    free |= {"env.name", "env.tools", "env.corpus"}
     config = config_lib.default()
     checked = set(config_lib._RANGES) | set(config_lib._choices(config))
     assert set(config_lib.flatten(config)) == checked | free
@@ -180,7 +181,7 @@ def test_identity_holds_what_decides_the_bits():
     assert config_lib.identity(config_lib.override(cosine, {"steps": 7})) != config_lib.identity(cosine)
 
 
-@pytest.mark.parametrize("path", sorted(p.name for p in EXPERIMENTS.glob("quickstart*.py")))
+@pytest.mark.parametrize("path", ["vault.py", *sorted(p.name for p in EXPERIMENTS.glob("quickstart*.py"))])
 def test_experiments_are_valid(path):
     config = config_lib.load_module(EXPERIMENTS / path).get_config()
     config_lib.validate(config)
