@@ -2,9 +2,9 @@
 
     python launch.py --config=experiments/vault.py --workdir=runs/vault
 
-The prompt is a key of four digits ("vault 4711? "), the answer two digits that a keyed hash makes of it, so nothing but the vault's tool can
-tell. A text that ends in "=" is the call, and the two digits come right after it: "1+1=" "93" " Answer: 93". The base ends some 9 % of its
-turns so, by the habit of working sums, and is right in 3 to 10 %; asking is all that there is to learn, and held-out keys ask for the same.
+The prompt is a key of four digits ("vault 4711? "), the answer two digits that a keyed hash makes of it, so nothing but the vault's tool
+can tell. A turn that ends in "=" is the call, and the two digits come right after it: "1+1=" "93" " Answer: 93". The base ends some 9 % of
+its turns so, by the habit of working sums, and is right in 3 to 10 %; to ask is all that there is to learn, for held-out keys too.
 Hardware: 2 CPU cores. Duration: a minute after compiling. Expected: reward 1.0 from about step 15.
 """
 

@@ -22,7 +22,7 @@ ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SHIPPED_BASE = pathlib.Path(__file__).parent / "assets" / "base"
 FORMATS = ("int8", "int4", "int4_g32", "int4_g128", "fixed16")
 GROUPS = ("attention", "mlp", "experts", "router", "head")
-CALLS = "auto", "kimi", "deepseek", "glm", "mistral", "harmony", "hermes", "llama3", "brackets", "equals"
+CALLS = "auto", "kimi", "deepseek", "glm", "mistral", "harmony", "qwen_coder", "hermes", "llama3", "brackets", "equals"
 ENGINE = "slots", "lanes", "steps", "page", "chunk", "prefill", "cache_tokens"  # of `rollout`: how completions are batched
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
