@@ -94,10 +94,10 @@ def setting(
         roles = {name: _role(found, e) for name, e in environments.items() if not isinstance(e, SingleTurn)}
         found = dataclasses.replace(found, roles=roles)
     for problem in problems:
+        if problem.env not in environments:
+            raise ValueError(f"env: found {problem.env!r} of prompt {problem.prompt[:60]!r}, need one of {sorted(environments)}")
         try:
             environments[problem.env].start(problem, 0)
-        except KeyError:
-            raise ValueError(f"env: found {problem.env!r} of prompt {problem.prompt[:60]!r}, need one of {sorted(environments)}") from None
         except ValueError as error:
             raise ValueError(f"environment {problem.env!r}: prompt {problem.prompt[:60]!r}: {error}") from None
     return found

@@ -69,6 +69,13 @@ def test_glm_spells_its_arguments(made):
     assert calls.parse("glm", text) == [Call(n, a, spelled=True) for n, a in made]
 
 
+@given(st.lists(st.tuples(names, st.dictionaries(names, plain, max_size=3)), min_size=1, max_size=4))
+def test_qwen_coder_spells_its_arguments(made):
+    pairs = lambda a: "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in a.items())
+    text = "\n".join(f"<tool_call>\n<function={n}>\n{pairs(a)}</function>\n</tool_call>" for n, a in made)
+    assert calls.parse("qwen_coder", text) == [Call(n, a, spelled=True) for n, a in made]
+
+
 @given(names, plain)
 def test_plain_formats_are_read_at_the_end_of_a_turn(name, words):
     words = " ".join(words.split())
@@ -80,12 +87,17 @@ def test_plain_formats_are_read_at_the_end_of_a_turn(name, words):
     assert calls.parse("equals", f"so {expression}= no") == []
 
 
+MARKS = (
+    """<tool_call> </tool_call> [TOOL_CALLS] [ARGS] [CALL_ID] <arg_key> </arg_key> <arg_value> </arg_value> <|python_tag|> <function=x>
+<parameter=y> </parameter> </function> to=functions.x <|message|> <|start|> <|call|> <think> </think> <｜tool▁call▁begin｜> <｜tool▁sep｜>
+<｜tool▁call▁end｜> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|> ```json "name":"x" "arguments":{ { } [ ] , : " ; = [x
+NaN 1e999""".split()
+    + [" ", "\n", "\ud800", "9" * 5000]
+)
+
+
 @pytest.mark.parametrize("format", FORMATS)
-@given(st.text(), st.lists(st.sampled_from(sorted({m for f in WRITTEN.values() for m in ("<tool_call>", "</tool_call>", "[TOOL_CALLS]",
-    "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>", "to=functions.x", "<|message|>", "<|start|>",
-    "<|call|>", "<think>", "</think>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>", "<|tool_call_end|>", '{"name": "x"', '"arguments": {', "{", "}", "[", "]", '"', ";", "=", " ", "[x ",
-    "\ud800", "NaN", "1e999", "9" * 5000)}))))  # fmt: skip
+@given(st.text(), st.lists(st.sampled_from(MARKS)))
 @settings(max_examples=40, deadline=None)
 def test_any_text_is_read(format, text, parts):
     for words in (text, "".join(parts)):
@@ -101,6 +113,7 @@ HOSTILE = [
     '<tool_call>{"a": ["</tool_call>", ' * 10_000,
     "<tool_call>x" + "<arg_key>" * 20_000,
     "<tool_call>x" + "<arg_key>a</arg_key><arg_value>" * 10_000 + "</tool_call>",
+    "<tool_call><function=x>" + "<parameter=y>" * 20_000 + "</tool_call>",
     "[TOOL_CALLS]" * 20_000,
     "[TOOL_CALLS]" + "[" * 200_000,
     "<|start|>to=x" * 20_000,
@@ -138,6 +151,9 @@ BAD = [
     ("glm", "<tool_call>a<arg_key>x</arg_key></tool_call>", "pairs"),
     ("glm", "<tool_call>a", "need </tool_call>"),
     ("glm", "<tool_call></tool_call>", "name"),
+    ("qwen_coder", "<tool_call><function=a>", "need <function=name>"),
+    ("qwen_coder", "<tool_call><function=a><parameter=b>1</function></tool_call>", "pairs"),
+    ("qwen_coder", '<tool_call>{"name": "a"}</tool_call>', "need <function=name>"),
     ("llama3", "<|python_tag|>import os", "JSON object"),
     ("llama3", '{"name": "a", "parameters": {', "no JSON"),
     ("mistral", "[TOOL_CALLS]a", "no JSON"),
@@ -184,6 +200,7 @@ SIGNS = {
     "glm": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n</tool_call>",
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "harmony": chat_templates.HARMONY,
+    "qwen_coder": "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n</function>",
     "hermes": chat_templates.QWEN3,
     "llama3": chat_templates.LLAMA3,
 }

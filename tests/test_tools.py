@@ -244,10 +244,10 @@ def test_what_the_calculator_prints():
 @pytest.mark.parametrize(
     ("ran", "said"),
     [
-        (("12\n", "", 0, ""), "12"),
-        (("", "", 0, ""), "The program printed nothing."),
-        (("1", "Traceback", 1, ""), "Error: exit code 1\n1\nTraceback"),
-        (("", "", -9, "found more than 5 s"), "Error: found more than 5 s"),
+        ((b"12\n", b"", 0, ""), "12"),
+        ((b"", b"\n", 0, ""), "The program printed nothing."),
+        ((b"1\n", b"Traceback", 1, ""), "Error: exit code 1\n1\nTraceback"),
+        ((b"\xff", b"", 137, "time"), "Error: limit of time\n\ufffd"),
     ],
 )
 def test_python(ran, said):

@@ -170,6 +170,27 @@ def _glm(text: str) -> Found:
             yield Call(name, arguments, spelled=True)
 
 
+_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>\n?")
+
+
+def _qwen_coder(text: str) -> Found:
+    """<tool_call><function=name><parameter=k>v</parameter> ...</function></tool_call> (Qwen3-Coder)"""
+    for inside in _between(_spoken(text), "<tool_call>", "</tool_call>"):
+        function = _FUNCTION.match(inside or "")
+        if not function:
+            yield _malformed("need <function=name> in <tool_call> and </tool_call>", inside or "")
+            continue
+        at, arguments = function.end(), {}
+        while (pair := _PARAMETER.match(inside, at)) and (end := inside.find("</parameter>", pair.end())) >= 0:
+            arguments[pair[1]] = inside[pair.end() : end].removesuffix("\n")
+            at = end + len("</parameter>")
+        if inside[at:].strip() == "</function>":
+            yield Call(function[1], arguments, spelled=True)
+        else:
+            yield _malformed("need pairs of <parameter=key> and </parameter>, then </function>", inside, function[1])
+
+
 def _deepseek(text: str) -> Found:
     """DeepSeek-V3 (type, name, JSON in a code block) and V3.1 (name, JSON), between special tokens"""
     for inside in _between(_spoken(text), "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
@@ -274,13 +295,14 @@ def _equals(text: str) -> Found:
         yield Call("", words[-1]) if alone else _malformed("need text before =", said[-SHOWN:])
 
 
-# In the order in which `detect` looks for their signs: GLM's templates say <tool_call> too.
+# In the order in which `detect` looks for their signs: templates of GLM and Qwen3-Coder say <tool_call> too.
 FORMATS: Mapping[str, Format] = {
     "kimi": Format(_kimi, "<|tool_call_begin|>"),
     "deepseek": Format(_deepseek, "<｜tool▁call▁begin｜>"),
     "glm": Format(_glm, "<arg_key>"),
     "mistral": Format(_mistral, "[TOOL_CALLS]"),
     "harmony": Format(_harmony, "<|channel|>"),
+    "qwen_coder": Format(_qwen_coder, "<function="),
     "hermes": Format(_hermes, "<tool_call>"),
     "llama3": Format(_llama3, "<|start_header_id|>"),
     "brackets": Format(_brackets, stop="]", told=lambda result: f" {result}\n"),

@@ -14,9 +14,9 @@ class Ran(Protocol):
     """What became of a program in the sandbox."""
 
     returncode: int
-    stdout: str
-    stderr: str
-    reason: str  # why it was ended; "": it ended by itself
+    stdout: bytes
+    stderr: bytes
+    reason: str  # the limit that ended it; "": it ended by itself
 
 
 def make(env: Any, run: Callable[[str], Ran] | None = None, field: str = "env.tools") -> dict[str, Tool]:
@@ -58,8 +58,8 @@ def interpreter(run: Callable[[str], Ran]) -> Callable[[str], str]:
     def python(code: str) -> str:
         """Runs a Python program and gives what it prints. Nothing is kept from one call to the next; there is no network."""
         ran = run(code)
-        said = ran.stdout + (f"\n{ran.stderr}" if ran.stderr else "")
-        ended = ran.reason or (f"exit code {ran.returncode}" if ran.returncode else "")
-        return (f"Error: {ended}\n{said}" if ended else said).strip() or "The program printed nothing."
+        said = [text for out in (ran.stdout, ran.stderr) if (text := out.decode("utf-8", "replace").strip())]
+        ended = f"limit of {ran.reason}" if ran.reason else f"exit code {ran.returncode}" if ran.returncode else ""
+        return "\n".join([f"Error: {ended}", *said] if ended else said) or "The program printed nothing."
 
     return python
