@@ -365,6 +365,9 @@ def test_one_file_serves_both_splits(tmp_path):
     random.Random(0).shuffle(lines)
     lines = lines[:150]
     assert of("eval") <= held_out and of("train") <= train
+    lines = [line for line in lines if line["prompt"] in train][:3]
+    with pytest.raises(ValueError, match="data.train: found none of .*x.jsonl for eval, need at least one problem"):
+        of("eval")
 
 
 def test_an_unknown_split_is_an_error():
