@@ -108,7 +108,7 @@ LINE = {
     "eval/accuracy": ("accuracy", ".1%"),
     "time/step_s": ("s", ".2f"),
 }
-PACKAGES = ("rl-adapter", "jax", "jaxlib", "numpy", "flax", "optax", "aqtp", "orbax-checkpoint", "tokenizers", "reasoning-gym")
+PACKAGES = ("rl-adapter", "jax", "jaxlib", "numpy", "flax", "optax", "aqtp", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from quick import quickly
 from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, rollout, runtime, train, update
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
+from rl_adapter.data import iterator
 from rl_adapter.hub.save import save_checkpoint
 from rl_adapter.rewards.score import Rewards
 from rl_adapter.types import Outcome
@@ -342,6 +344,26 @@ def test_bad_input_is_one_clear_error_before_anything_compiles(base, tmp_path, c
     with pytest.raises(ValueError, match=message):
         train.run(config, tmp_path / "run")
     assert runtime.compilations() == made and not (tmp_path / "run").exists()
+
+
+def test_a_curriculum_resumes_with_the_same_prompts(monkeypatch):
+    """The cursor that a checkpoint keeps knows the pass rates of all that was drawn before it, so that a resumed run draws the same."""
+    config = config_lib.override(config_lib.default(), {"data.curriculum": "pass_rate", "rollout.prompts": 4})
+    rewards = lambda indices, step: np.repeat(((indices * 7 + step) % 9 / 8)[:, None], 2, 1)
+    monkeypatch.setattr(
+        train, "sample", lambda c, s, d, indices, a, step: types.SimpleNamespace(rewards=rewards(indices, step), drawn=indices.tolist())
+    )
+
+    def go_on(batches, steps):
+        return [(scored.drawn, at) for scored, at in (train.next_batch(config, None, None, batches, None, step) for step in steps)]
+
+    fresh = lambda: iterator.from_config(config.data, [0] * 150, 4)
+    whole = go_on(fresh(), range(12))
+    assert all(set(drawn) <= set(at["measured"]) for drawn, at in whole)
+    for step in (1, 5, 11):
+        resumed = fresh()
+        resumed.set_state(json.loads(json.dumps(whole[step - 1][1])))
+        assert go_on(resumed, range(step, 12)) == whole[step:]
 
 
 def test_float_numerics_show_their_mismatch(base, tmp_path, monkeypatch):

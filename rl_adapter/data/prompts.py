@@ -57,6 +57,10 @@ def load(data: Any, split: str, envs: Collection[str] | None = None, completions
         kept, both = checks.overlap(train, {records.key(item.problem) for item in held_out}, data)
         if split == "train":
             items, dropped = kept, dropped + both
+    if not items:
+        found = f"none of {', '.join(sources.names(data, split))} for {split}"
+        need = "at least one problem (where data.eval is (), a tenth is held out)"
+        raise ValueError(f"{sources.field_of(data, split)}: found {found}, need {need}")
     names = sources.names(data, split)
     return Split(items, names, checks.report(split, names, read, items, dropped))
 
