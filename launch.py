@@ -21,6 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from rl_adapter import config as config_lib
+from rl_adapter import config_check
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEFAULT_CONFIG = "experiments/quickstart.py"
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> None:
         print(__doc__, values.get_help(), sep="\n")
         return
     config, workdir = values.config, values.workdir
-    config_lib.validate(config)
+    config_check.validate(config)
 
     from rl_adapter import runtime  # imports JAX, which a wrong command line need not wait for
 

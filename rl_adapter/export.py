@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, lora
+from rl_adapter import config_check, evaluate, lora
 from rl_adapter import session as sessions
 from rl_adapter.hub import load, merge, peft
 
@@ -38,7 +38,7 @@ def run(
         ValueError: nothing to export, something at `out` already, no way to make it, or a layout that the model does not have: all
             before any weight is read; or an adapter that changes nothing.
     """
-    configs.validate(config)
+    config_check.validate(config)
     workdir, out = pathlib.Path(workdir), pathlib.Path(out or pathlib.Path(workdir) / f"export-{layout}")
     evaluate.check_run(config, workdir)
     checkpoint = load.open_checkpoint(configs.model_path(config))

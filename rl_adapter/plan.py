@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_adapter import config as configs
-from rl_adapter import engine, lora, microbatch, quant
+from rl_adapter import config_check, engine, lora, microbatch, quant
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.hub import codecs, families, load
@@ -300,7 +300,7 @@ def _multiplying(base: Base, mesh: AbstractMesh) -> int:
 
 def plan(config: ConfigDict, devices: int = 0) -> tuple[Need, AbstractMesh]:
     """What a run of `config` takes of each device. Of the model, `config.json` must be there; its weights need not be."""
-    configs.validate(config)
+    config_check.validate(config)
     mesh = abstract_mesh(config, devices)
     path = configs.model_path(config)
     context = config.context or config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -12,9 +12,10 @@ from concurrent import futures
 import jax
 import numpy as np
 
-from rl_adapter import engine, microbatch, rollout
+from rl_adapter import engine, microbatch, rollout, scalar
 from rl_adapter.data import prompts
 from rl_adapter.episodes import Episode, Episodes
+from rl_adapter.rewards.score import with_part
 from rl_adapter.sampling import Sampling
 from rl_adapter.types import Outcome, Problem, Rollout
 
@@ -100,4 +101,8 @@ def play(
     counts["waited_ns"] += time.monotonic_ns() - sampled
     for job in jobs:
         job.result()  # raises what it raised
+    if session.judge is not None:
+        placed, end = rollout.place(session.model, samples), session.tokenizer.stop_ids[0]
+        scores = scalar.score_all(session.model, session.base, session.judge, placed, end, config.optimizer.microbatch_tokens)
+        outcomes = [with_part(config.reward, o, "model", float(x)) for o, x in zip(outcomes, scores.reshape(-1))]
     return Played(samples, problems, texts, outcomes, episodes)

@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, quality_show, statistics
+from rl_adapter import config_check, evaluate, quality_show, statistics
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -111,7 +111,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     Raises:
         ValueError: before any weight is read, where bases cannot be compared, the text is unfit, or the plot cannot be drawn.
     """
-    configs.validate(config)
+    config_check.validate(config)
     if config.quality.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("quality.plot: found no matplotlib, need `pip install 'rl-adapter[plot]'`, or --config.quality.plot=False")
     model = str(configs.model_path(config))

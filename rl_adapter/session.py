@@ -12,12 +12,12 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import engine, environments, episodes, lora, monitor, rollout, sandbox
+from rl_adapter import config_check, engine, environments, episodes, lora, monitor, rollout, sandbox, scalar
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.data import prompts
 from rl_adapter.environments import Environment, toolbox, turns
-from rl_adapter.hub import load, peft_read, prepared
+from rl_adapter.hub import load, peft_read, prepared, scalars
 from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.rewards import hygiene
 from rl_adapter.rewards.score import Rewards, limits, open_rewards
@@ -38,6 +38,7 @@ class Session:
     reference: lora.Adapter | None  # that of `loss.reference`, in its place; None: the base itself
     data: dict[str, "Data"]  # by split
     rewards: Rewards
+    judge: scalar.Scalar | None  # the reward model, in its place
     talk: episodes.Setting  # how environments answer
 
 
@@ -46,7 +47,7 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
 
     Nothing compiles, and no weight is read, before all checks.
     """
-    configs.validate(config)
+    config_check.validate(config)
     mesh = meshes.make(config.mesh.data, config.mesh.expert, config.mesh.model)
     checkpoint = load.open_checkpoint(configs.model_path(config))
     spec = checkpoint.spec
@@ -76,8 +77,12 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
     reference = None if reference is None else jax.device_put(reference, meshes.adapter_shardings(mesh, reference))
-    placed = models.place(spec, loaded.base, mesh, context)
-    session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data, rewards, talk)
+    placed, judge = models.place(spec, loaded.base, mesh, context), None
+    if config.reward.model.weight:
+        like = jax.eval_shape(lambda: scalar.init(adapter, placed, spec.d_model, jax.random.key(0)))
+        judge = scalars.read(config.reward.model.path, like, adapter, loaded.digest, "reward.model.path")
+        judge = jax.device_put(judge, meshes.adapter_shardings(mesh, judge))
+    session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data, rewards, judge, talk)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
             f"adapter.init: found {config.adapter.init!r}, which changes no logit of {PROBE} tokens, need an adapter that does"

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rl_adapter import config as config_lib
-from rl_adapter import monitor, train
+from rl_adapter import config_check, monitor, train
 from rl_adapter.files import write_atomically
 
 Point = Mapping[str, Any]  # {dotted key of the config: value}
@@ -57,7 +57,7 @@ def run(config: ConfigDict, hyper: Sequence[Point], workdir: str | os.PathLike, 
     for index, point in enumerate(hyper):  # all checked before the first one costs an hour
         try:
             point_config = config_lib.override(config, point)
-            config_lib.validate(point_config)
+            config_check.validate(point_config)
         except ValueError as error:
             raise ValueError(f"get_hyper, point {index}: {error}") from error
         points.append((workdir / name(index, point), point, point_config))

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from test_peft import SPEC, assert_same, random_adapter, rewrite, spec_of
 from test_train import make_config, write_base
 
-from rl_adapter import checkpoint, evaluate, export, lora, quant
+from rl_adapter import checkpoint, config_check, evaluate, export, lora, quant
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.hub import codecs, load, merge, peft, requantize
@@ -135,7 +135,7 @@ def test_an_adapter_is_a_part_of_a_run_s_identity(run, tmp_path):
     assert config_lib.identity(config_lib.override(config, {"adapter.init": str(moved)})) != config_lib.identity(config)
     before = config_lib.identity(config_lib.override(config, {"adapter.init": str(moved)}))
     with pytest.raises(ValueError, match=r"adapter\.init: found no adapter_config\.json"):
-        config_lib.validate(started)
+        config_check.validate(started)
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     rewrite(moved, tensors=lambda tensors: tensors | {key: tensors[key] * 2})
     assert config_lib.identity(config_lib.override(config, {"adapter.init": str(moved)})) != before

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "rl_adapter"
 
 # Lowest first. A module may import from lower layers only; where said so, from its own layer too (without a cycle).
 LAYERS = [
-    ("types", "files", "config", "runtime", "sandbox", "sandbox_stage", "statistics"),
+    ("types", "files", "config", "config_check", "runtime", "sandbox", "sandbox_stage", "statistics"),
     ("environments", "manifest", "mesh", "numerics", "packing"),
     ("quant", "microbatch"),
     ("lora",),
@@ -26,7 +26,7 @@ LAYERS = [
     ("play",),
     ("train", "offline", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
-WITHIN = {0, 15}  # a sandbox has its stage; orchestration: a sweep calls train, train calls evaluate
+WITHIN = {0, 14}  # a sandbox has its stage; orchestration: a sweep calls train, train calls evaluate
 RUN_ELSEWHERE = {"math_verify": {"rewards"}, "jsonschema": {"rewards"}}  # in a killable process
 DOORS = {
     **RUN_ELSEWHERE,
@@ -34,7 +34,7 @@ DOORS = {
     "orbax": {"checkpoint", "hub"},  # states, and prepared copies of bases
     "safetensors": {"hub"},
     "pydantic": {"environments"},
-    "pyarrow": {"config", "data", "samples", "environments"},  # Parquet
+    "pyarrow": {"config_check", "data", "train", "samples", "environments"},  # Parquet
     "bm25s": {"environments"},
 }
 

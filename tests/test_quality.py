@@ -15,7 +15,7 @@ from quick import QUICK, quickly
 
 import launch
 from rl_adapter import config as config_lib
-from rl_adapter import quality, quality_show
+from rl_adapter import config_check, quality, quality_show
 from rl_adapter import session as sessions
 from rl_adapter.hub import load
 from rl_adapter.types import Numerics
@@ -229,7 +229,7 @@ def test_names_are_shown_as_they_are(name):
 )
 def test_config_refuses(changes, field):
     with pytest.raises(ValueError, match=rf"^{field}: found .*need"):
-        config_lib.validate(config_lib.override(config_lib.default(), changes))
+        config_check.validate(config_lib.override(config_lib.default(), changes))
 
 
 def test_compare_in_numpy():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_adapter import config as config_lib
-from rl_adapter import sandbox
+from rl_adapter import config_check, sandbox
 from rl_adapter.rewards import exact, score
 from rl_adapter.types import Problem
 
@@ -25,7 +25,7 @@ def problem(answer="27", **more):
 
 def rewards(**changes):
     config = config_lib.override(config_lib.default(), {key.replace("__", "."): value for key, value in changes.items()})
-    config_lib.validate(config)
+    config_check.validate(config)
     return score.open_rewards(config)
 
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_adapter import config
+from rl_adapter import config, config_check
 from rl_adapter.environments import retrieval, toolbox
 from rl_adapter.environments.calculator import calculator
 from rl_adapter.environments.calls import Call, Malformed
@@ -354,7 +354,7 @@ def test_tools_that_there_are_not(tools, match):
 )
 def test_the_config_is_checked(change, field):
     with pytest.raises(ValueError, match=f"^{field}: found"):
-        config.validate(config.override(config.default(), change))
+        config_check.validate(config.override(config.default(), change))
 
 
 def test_a_run_is_known_by_what_its_corpus_holds(tmp_path):

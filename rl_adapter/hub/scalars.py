@@ -9,10 +9,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from rl_adapter import config as configs
 from rl_adapter import lora
 from rl_adapter.types import PyTree
 
-FILE = "reward_model.safetensors"
+FILE = configs.REWARD_MODEL
 
 
 def _named(tree: PyTree) -> dict[str, jax.Array]:

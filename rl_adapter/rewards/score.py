@@ -103,6 +103,12 @@ class Rewards:
         return value, None
 
 
+def with_part(section: ConfigDict, outcome: Outcome, name: str, value: float) -> Outcome:
+    """The outcome with one more part, such as a reward model's, which scores a batch at a time."""
+    found = {n: (v, outcome.failures.get(n)) for n, v in outcome.parts.items()} | {name: (value, None)}
+    return combine(section, found)
+
+
 def limits(section: ConfigDict) -> sandbox.Limits:
     return sandbox.Limits(section.seconds, section.memory_mb, section.processes, section.output_kb)
 
