@@ -36,11 +36,15 @@ def greedy(
     return found.rewards[:, 0], found.texts
 
 
-def sampled(config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None) -> Played:
-    """The first `eval.examples` problems, completed `eval.samples` times each; the same for the same `seed`."""
+def sampled(
+    config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
+) -> tuple[np.ndarray, list[list[str]]]:
+    """Rewards [n, eval.samples] and what was scored of the first `eval.examples` problems' completions; the same for the same `seed`."""
     e = config.eval
     settings = dataclasses.replace(sessions.sampling(config, session), group=e.samples, temperature=e.temperature, top_k=0, top_p=e.top_p)
-    return _complete(config, session, data, adapter, settings, config.seed % 2**31)
+    found = _complete(config, session, data, adapter, settings, config.seed % 2**31)
+    said = [episode.scored_text for episode in found.episodes] or found.texts
+    return found.rewards, [said[i : i + e.samples] for i in range(0, len(said), e.samples)]
 
 
 def answer_of(config: ConfigDict) -> Callable[[str, Problem], str | None]:
@@ -108,11 +112,9 @@ def measures(config: ConfigDict, session: sessions.Session, data: sessions.Data,
     n = config.eval.samples
     if n == 1:
         return found
-    many, answer = sampled(config, session, data, adapter), answer_of(config)
-    said = [e.scored_text for e in many.episodes] or many.texts
-    answers = [answer(text, problem) for text, problem in zip(said, many.problems)]
-    answers = [answers[i : i + n] for i in range(0, len(answers), n)]
-    rewards = many.rewards
+    rewards, texts = sampled(config, session, data, adapter)
+    answer = answer_of(config)
+    answers = [[answer(text, problem) for text in row] for row, problem in zip(texts, data.problems)]
     solved = rewards >= config.eval.solved
     found[f"mean@{n}"] = rewards.mean(1, dtype=np.float64)
     ks = config.eval.k or sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})

@@ -31,18 +31,20 @@ def learn(
     advantages = advantages_of(config, rewards, mask, of_tokens, values)
     if config.loss.correction != "none":
         r, advantages = corrected(config, session, state.adapter, r, experience.played.samples, mask, advantages)
-    n = config.rollout.max_staleness  # an update takes the state's own adapter
+    n = config.rollout.max_staleness
     previous = (*state.previous, jax.tree.map(jnp.copy, state.adapter))[-n:] if n else ()
+    # An update takes all arrays of the state that it gets.
+    critic, state = state.critic, state.replace(previous=(), critic=None)
     loads = None if reference is None else reference.loads
     reference = None if reference is None else reference.scored
     updates = []
-    if state.critic is None or step >= config.critic.warmup_steps:
+    if critic is None or step >= config.critic.warmup_steps:
         state, updates = policy_updates(config, session, state, tx, r, mask, advantages, reference, rewards)
     critic_updates = []
-    if state.critic is not None:
+    if critic is not None:
         returns = advantage.returns(rewards, mask, of_tokens, values, config.advantage.gamma, config.advantage.lam)
-        state, critic_updates = update_critic(config, session, state, r, mask, values, returns)
-    state = state.replace(previous=previous)
+        critic, critic_updates = update_critic(config, session, critic, r, mask, values, returns)
+    state = state.replace(previous=previous, critic=critic)
     compiled = runtime.compilations() - before
     meanwhile(previous)
     updates, critic_updates, loads = jax.device_get((updates, critic_updates, loads))
@@ -157,10 +159,10 @@ def pair_weights(mask: np.ndarray) -> np.ndarray:
     return np.where(mask & there[:, None, None], 1 / max(there.sum(), 1), 0).astype(np.float32)
 
 
-def update_critic(config, session, state, r: Rollout, mask, values, returns) -> tuple[update.State, list[dict]]:
+def update_critic(config, session, critic: update.State, r: Rollout, mask, values, returns) -> tuple[update.State, list[dict]]:
     """`critic.epochs` passes over the step's completions."""
     objective, (tx, _) = update.Value(config.critic.clip), evaluate.critic_optimizer(config)
-    critic, updates = state.critic, []
+    updates = []
     for _ in range(config.critic.epochs):
         for some in parts(config, len(mask)):
             weight = loss.token_weights(mask[some], "token", 0)
@@ -168,7 +170,7 @@ def update_critic(config, session, state, r: Rollout, mask, values, returns) -> 
             batch = update.ValueBatch(scoring.texts(microbatch.take(r, some)), *arrays)
             critic, metrics = update.update(session.model, tx, objective, _tokens(config), session.base, critic, batch)
             updates.append(metrics)
-    return state.replace(critic=critic), updates
+    return critic, updates
 
 
 def explained(values: np.ndarray, returns: np.ndarray) -> float:

@@ -113,7 +113,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 "compile_s": runtime.compile_seconds(),
             }
             if config.samples.write:
-                summary["samples_head"] = manifest.head(workdir / "samples")
+                summary["samples/head"] = manifest.head(workdir / "samples")
             log.finish(summary)
     return summary
 

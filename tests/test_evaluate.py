@@ -9,7 +9,7 @@ from quick import quickly
 from test_peft import random_adapter
 from test_train import make_config, write_base
 
-from rl_adapter import checkpoint, engine, evaluate, statistics
+from rl_adapter import checkpoint, engine, evaluate, statistics, update
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.hub import load
@@ -62,7 +62,7 @@ def world(tmp_path_factory):
     adapter = random_adapter(load.open_checkpoint(config.model).described, session.model.adapter)
     directory = tmp_path_factory.mktemp("run")
     with checkpoint.Checkpoints(directory / "checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
-        saved.save(3, evaluate.new_state(config, adapter), {}, force=True)
+        saved.save(3, update.start(evaluate.optimizer(config)[0], adapter), {}, force=True)
     with quickly((engine,)):
         yield config, directory, session
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from test_peft import SPEC, assert_same, random_adapter, rewrite, spec_of
 from test_train import make_config, write_base
 
-from rl_adapter import checkpoint, config_check, evaluate, export, lora, quant
+from rl_adapter import checkpoint, config_check, evaluate, export, lora, quant, update
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.hub import codecs, load, merge, peft, requantize
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     adapter = random_adapter(described, session.model.adapter)
     directory = tmp_path_factory.mktemp("run")
     with checkpoint.Checkpoints(directory / "checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
-        saved.save(3, evaluate.new_state(config, adapter), {}, force=True)
+        saved.save(3, update.start(evaluate.optimizer(config)[0], adapter), {}, force=True)
     return config, directory, adapter
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_learned_nothing_is_not_exported(run, tmp_path):
     config, _, _ = run
     session = sessions.open_session(config)
     with checkpoint.Checkpoints(tmp_path / "run/checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
-        saved.save(1, evaluate.new_state(config, sessions.init_adapter(config, session)), {}, force=True)
+        saved.save(1, evaluate.new_state(config, session), {}, force=True)
     for layout in ("per-expert", export.MERGED, export.REQUANTIZED):
         with pytest.raises(ValueError, match="adapter changes nothing: every B is zero"):
             export.run(config, tmp_path / "run", layout, tmp_path / "out")

@@ -23,7 +23,24 @@ import pytest
 import reference
 from quick import quickly
 
-from rl_adapter import advantage, checkpoint, evaluate, lora, monitor, quant, rollout, runtime, train, update
+from rl_adapter import (
+    advantage,
+    audit,
+    checkpoint,
+    evaluate,
+    experience,
+    learn,
+    lora,
+    monitor,
+    play,
+    quant,
+    rollout,
+    runtime,
+    samples,
+    scoring,
+    train,
+    update,
+)
 from rl_adapter import config as config_lib
 from rl_adapter import session as sessions
 from rl_adapter.data import iterator
@@ -57,7 +74,7 @@ def make_config(base: pathlib.Path, **changes):
     return config_lib.override(config_lib.default(), settings(base, **changes))
 
 
-def share_of_digits(_, problem, text, truncated=False):
+def share_of_digits(_, problem, text, truncated=False, given=()):
     """A reward that a random model gets some of."""
     return Outcome(float(np.mean([c.isdigit() for c in text] or [0])))
 
@@ -100,7 +117,7 @@ def timeless(directory):
 def last_state(config, directory):
     """The step of the last checkpoint and its state."""
     session = sessions.open_session(config)
-    template = evaluate.new_state(config, sessions.init_adapter(config, session))
+    template = evaluate.new_state(config, session)
     with checkpoint.Checkpoints(directory / "checkpoints", evaluate.identity(config, session.digest), 0, 2) as saved:
         step = saved.latest()
         return step, saved.restore(step, template)[0]
@@ -129,7 +146,9 @@ def test_a_run_logs_every_step_and_agrees_with_its_sampler(base, whole):
     assert found == summary and summary["steps"] == STEPS and summary["eval/examples"] == 8
     assert {"eval/base_accuracy", "eval/accuracy", "wall_s", "compilations"} <= summary.keys()
     assert summary["trained_parameters"] == lora.count(last_state(make_config(base), directory)[1].adapter)
-    assert len(list((directory / "samples").iterdir())) == STEPS and list((directory / "tensorboard").iterdir())
+    assert list((directory / "tensorboard").iterdir())
+    found = audit.run(directory)
+    assert found["rows"] == STEPS * 16 and found["head"] == summary["samples/head"] and not found["faults"]
 
 
 def test_one_seed_gives_one_run_and_compiles_nothing_again(base, whole, tmp_path):
@@ -137,7 +156,7 @@ def test_one_seed_gives_one_run_and_compiles_nothing_again(base, whole, tmp_path
     train.run(make_config(base), tmp_path)
     assert_same_run(make_config(base), tmp_path, whole[0])
     assert runtime.compilations() == made
-    assert (tmp_path / "samples/000003.jsonl").read_bytes() == (whole[0] / "samples/000003.jsonl").read_bytes()
+    assert (tmp_path / "samples/000003.parquet").read_bytes() == (whole[0] / "samples/000003.parquet").read_bytes()
 
 
 def test_a_run_goes_on_to_the_bits_of_the_uninterrupted_one(base, whole, tmp_path):
@@ -201,28 +220,30 @@ def bits(adapter):
     return [x.tobytes() for x in jax.tree.leaves(jax.device_get(adapter))]
 
 
-def test_sampling_ahead_is_one_update_behind_and_resumes_too(base, tmp_path, monkeypatch):
-    """A step's completions are those of the adapter from before the updates of the step before it, also of the first step after a crash."""
-    config = make_config(base, **{"rollout.ahead": 1, "optimizer.minibatches": 2})
+@pytest.mark.parametrize("behind", [1, 2])
+def test_sampling_may_be_behind_and_resumes_too(base, tmp_path, monkeypatch, behind):
+    """A step's completions are those of the adapter from so many steps ago, also of the first step after a crash; each token says so."""
+    config = make_config(base, **{"rollout.max_staleness": behind, "optimizer.minibatches": 2})
     used, after = collections.defaultdict(list), {}
-    sample, learn, log = train.sample, train.learn, monitor.Monitor.log
+    sample, step_of, log = experience.gather, learn.learn, monitor.Monitor.log
 
-    def sampled(config, session, data, indices, adapter, step):
+    def sampled(config, session, data, batches, adapter, version, step):
         used[step].append(bits(adapter))
-        return sample(config, session, data, indices, adapter, step)
+        assert version == max(0, step - behind)
+        return sample(config, session, data, batches, adapter, version, step)
 
-    def learned(config, session, scored, state, tx, step, *rest):
+    def learned(config, session, found, state, tx, step, *rest):
         after[step] = bits(state.adapter)  # so many steps
-        return learn(config, session, scored, state, tx, step, *rest)
+        return step_of(config, session, found, state, tx, step, *rest)
 
     def logged(self, step, metrics):
         if step == 3 and len(used[3]) == 1:
             raise RuntimeError("a crash")
         return log(self, step, metrics)
 
-    monkeypatch.setattr(train, "sample", sampled)
-    monkeypatch.setattr(train, "learn", learned)
-    with quickly((update,)):
+    monkeypatch.setattr(experience, "gather", sampled)
+    monkeypatch.setattr(learn, "learn", learned)
+    with quickly((update, scoring)):
         train.run(config, tmp_path / "whole")
         used.clear()
         monkeypatch.setattr(monitor.Monitor, "log", logged)
@@ -231,10 +252,12 @@ def test_sampling_ahead_is_one_update_behind_and_resumes_too(base, tmp_path, mon
         assert last_state(config, tmp_path / "run")[0] == 3
         train.run(config, tmp_path / "run")
     assert_same_run(config, tmp_path / "run", tmp_path / "whole")
-    assert (tmp_path / "run/samples/000003.jsonl").read_bytes() == (tmp_path / "whole/samples/000003.jsonl").read_bytes()
+    assert (tmp_path / "run/samples/000003.parquet").read_bytes() == (tmp_path / "whole/samples/000003.parquet").read_bytes()
     assert len(used[3]) == 2 and sorted(used) == list(range(STEPS)) and len(set(map(tuple, after.values()))) == STEPS
     for step, adapters in used.items():
-        assert all(adapter == after[max(0, step - 1)] for adapter in adapters), step
+        assert all(adapter == after[max(0, step - behind)] for adapter in adapters), step
+        tokens = samples.read(tmp_path / "run", [step])["adapter_versions"].combine_chunks().flatten()
+        assert set(tokens.to_pylist()) == {max(0, step - behind)}
     for row in monitor.rows(tmp_path / "run"):
         assert not any(name.startswith("mismatch/") for name in row), "there is nothing to hold scoring against"
 
@@ -245,9 +268,9 @@ def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
     session = sessions.open_session(config, "train")
     adapter, scored, stream = sessions.init_adapter(config, session), threading.Event(), rollout.stream
 
-    def scoring(*args):
+    def scoring(*args, **kwargs):
         scored.set()
-        return share_of_digits(*args)
+        return share_of_digits(*args, **kwargs)
 
     def watched(*args, **kwargs):
         for i, one in enumerate(stream(*args, **kwargs)):
@@ -256,13 +279,14 @@ def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
 
     monkeypatch.setattr(rollout, "stream", watched)
     monkeypatch.setattr(Rewards, "score", scoring)
-    step = lambda: train.sample(config, session, session.data["train"], np.arange(4), adapter, 3)
+    settings = sessions.sampling(config, session)
+    step = lambda: play.play(config, session, session.data["train"], np.arange(4), evaluate.prepare(session.model, adapter), settings, 3)
     found = step()
     assert found.texts == [session.tokenizer.decode(row) for row in rollout.completions(found.samples)]
     assert found.problems == [session.data["train"].problems[i] for i in range(4) for _ in range(4)]
     rewards = np.array([outcome.reward for outcome in session.rewards.score_all(found.problems, found.texts)], np.float32)
     np.testing.assert_array_equal(found.rewards.reshape(-1), rewards)
-    assert found.failures == [None] * len(rewards) and len(set(rewards)) > 2
+    assert not any(outcome.failures for outcome in found.outcomes) and len(set(rewards)) > 2
     monkeypatch.setattr(type(session.tokenizer), "decode", lambda *_: {}["no text"])
     with pytest.raises(KeyError, match="no text"):
         step()
@@ -272,9 +296,9 @@ def test_rewards_are_found_while_others_are_sampled(base, monkeypatch):
 def test_a_number_that_is_not_finite_stops_the_run_and_keeps_what_was_good(base, whole, tmp_path, monkeypatch, what):
     calls = []
     if what == "advantage":
-        normalized = advantage.group_normalized
-        poisoned = lambda *args: normalized(*args) * (np.nan if calls.append(0) or len(calls) == 3 else 1)
-        monkeypatch.setattr(advantage, "group_normalized", poisoned)
+        estimate = advantage.estimate
+        poisoned = lambda *args: estimate(*args) * np.float32(np.nan if calls.append(0) or len(calls) == 3 else 1)
+        monkeypatch.setattr(advantage, "estimate", poisoned)
     else:  # the update itself overflows: the metrics of its step are fine
         real = update.update
 
@@ -349,13 +373,22 @@ def test_bad_input_is_one_clear_error_before_anything_compiles(base, tmp_path, c
 def test_a_curriculum_resumes_with_the_same_prompts(monkeypatch):
     """The cursor that a checkpoint keeps knows the pass rates of all that was drawn before it, so that a resumed run draws the same."""
     config = config_lib.override(config_lib.default(), {"data.curriculum": "pass_rate", "rollout.prompts": 4})
-    rewards = lambda indices, step: np.repeat(((indices * 7 + step) % 9 / 8)[:, None], 2, 1)
-    monkeypatch.setattr(
-        train, "sample", lambda c, s, d, indices, a, step: types.SimpleNamespace(rewards=rewards(indices, step), drawn=indices.tolist())
-    )
+
+    class Drawn(types.SimpleNamespace):
+        rows = lambda self, kept: self
+
+    def playing(config, session, data, indices, adapter, settings, seed, counts):
+        counts["waited_ns"] = 0
+        return Drawn(rewards=np.repeat(((indices * 7 + seed) % 9 / 8)[:, None], 2, 1), indices=indices.tolist())
+
+    monkeypatch.setattr(play, "play", playing)
+    monkeypatch.setattr(evaluate, "prepare", lambda *_: None)
+    monkeypatch.setattr(sessions, "sampling", lambda *_: None)
 
     def go_on(batches, steps):
-        return [(scored.drawn, at) for scored, at in (train.next_batch(config, None, None, batches, None, step) for step in steps)]
+        session = types.SimpleNamespace(model=None)
+        found = (experience.gather(config, session, None, batches, None, 0, step) for step in steps)
+        return [(one.played.indices, at) for one, at in found]
 
     fresh = lambda: iterator.from_config(config.data, [0] * 150, 4)
     whole = go_on(fresh(), range(12))

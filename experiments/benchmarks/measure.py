@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.benchmarks import common, floors
-from rl_adapter import evaluate, monitor, runtime
+from rl_adapter import evaluate, monitor, runtime, update
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -107,7 +107,7 @@ def serve(connection, variant: common.Variant, cold: bool) -> None:
         report["host_compiling"] = peak_bytes()
         forget_peak()
         report["host_resting"] = peak_bytes()
-        state = evaluate.new_state(common.config_of(variant), work.adapter)
+        state = update.start(evaluate.optimizer(common.config_of(variant))[0], work.adapter)
         parts = {"base": work.base, "adapter": work.adapter, "optimizer": state.optimizer}
         report["device"] = {name: common.size(tree) for name, tree in parts.items()} | {"cache": common.cache_bytes(work)}
         del state, parts

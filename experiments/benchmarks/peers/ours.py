@@ -9,10 +9,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import evaluate, lora, rollout, train
+from rl_adapter import evaluate, experience, learn, lora, rollout, update
 from rl_adapter import model as models
 from rl_adapter import session as sessions
-from rl_adapter.data import prompts
+from rl_adapter.data import iterator, prompts
 
 VARIANTS = {"exact A16": ("exact", 16), "exact A8": ("exact", 8), "float": ("float", 16)}
 EXPERIMENTS = {"moe": "experiments/quickstart.py", "smollm2": "experiments/smollm2.py"}
@@ -38,8 +38,10 @@ class Variant:
         self.session = dataclasses.replace(session, tokenizer=dataclasses.replace(session.tokenizer, stop_ids=(session.model.spec.vocab,)))
         adapter = sessions.init_adapter(self.config, session)
         adapter = jax.tree.map(lambda x: x + 0.01 * jax.random.normal(jax.random.key(x.size), x.shape), adapter)
-        self.state, self.tx = train.place(session, evaluate.new_state(self.config, adapter)), evaluate.optimizer(self.config)[0]
-        self.indices, self.workdir, self.step_number = np.arange(self.config.rollout.prompts), workdir, 0
+        self.tx = evaluate.optimizer(self.config)[0]
+        self.state = sessions.place(session, update.start(self.tx, adapter))
+        self.indices, self.step_number = np.arange(self.config.rollout.prompts), 0
+        self.batches = iterator.make_iterator([0] * len(self.indices), len(self.indices), 0)
 
     @property
     def data(self) -> sessions.Data:
@@ -57,11 +59,10 @@ class Variant:
 
     def step(self) -> int:
         self.step_number += 1
-        self.state, metrics = train.train_step(
-            self.config, self.session, self.data, self.indices, self.state, self.tx, self.step_number, self.workdir
-        )
+        found, _ = experience.gather(self.config, self.session, self.data, self.batches, self.state.adapter, 0, self.step_number)
+        self.state, _ = learn.learn(self.config, self.session, found, self.state, self.tx, self.step_number)
         jax.block_until_ready(self.state)
-        return metrics["response/tokens"]
+        return int(found.played.samples.drawn.sum())
 
     def trained(self) -> int:
         return lora.count(self.state.adapter)
