@@ -25,7 +25,7 @@ def save(directory: str | os.PathLike, tree: PyTree, spec: lora.AdapterSpec, dig
     """Writes a `scalar.Scalar`, whole or not at all."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = {name: np.ascontiguousarray(x) for name, x in _named(jax.device_get(tree)).items()}
+    arrays = {name: np.array(x) for name, x in _named(jax.device_get(tree)).items()}
     temporary = directory / f".{FILE}.{os.getpid()}.tmp"
     safetensors.numpy.save_file(arrays, temporary, {"base_digest": digest, "adapter": json.dumps(_about(spec))})
     os.replace(temporary, directory / FILE)
