@@ -31,20 +31,27 @@ from rl_adapter.types import Problem
 def greedy(
     config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
 ) -> tuple[np.ndarray, list[str]]:
-    """Rewards [n] and completions of the first `eval.examples` problems; `adapter` is raw (not prepared) or None for the base."""
+    """What the first `eval.examples` problems earn [n] (`earned`), and their completions; `adapter` is raw (not prepared) or None for the
+    base."""
     found = _complete(config, session, data, adapter, sessions.sampling(config, session, greedy=True), 0)
-    return found.rewards[:, 0], found.texts
+    return earned(config, found)[:, 0], found.texts
 
 
 def sampled(
     config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
 ) -> tuple[np.ndarray, list[list[str]]]:
-    """Rewards [n, eval.samples] and what was scored of the first `eval.examples` problems' completions; the same for the same `seed`."""
+    """What they earn [n, eval.samples] (`earned`) and what was scored of the first `eval.examples` problems' completions; the same for the same `seed`."""
     e = config.eval
     settings = dataclasses.replace(sessions.sampling(config, session), group=e.samples, temperature=e.temperature, top_k=0, top_p=e.top_p)
     found = _complete(config, session, data, adapter, settings, config.seed % 2**31)
     said = [episode.scored_text for episode in found.episodes] or found.texts
-    return found.rewards, [said[i : i + e.samples] for i in range(0, len(said), e.samples)]
+    return earned(config, found), [said[i : i + e.samples] for i in range(0, len(said), e.samples)]
+
+
+def earned(config: ConfigDict, found: Played) -> np.ndarray:
+    """[P, G] f32: by the scorer that is held out where there is one, since what is trained on is gamed first; else rewards."""
+    name = config.reward.held_out
+    return np.array([o.parts[name] for o in found.outcomes], np.float32).reshape(found.rewards.shape) if name else found.rewards
 
 
 def answer_of(config: ConfigDict) -> Callable[[str, Problem], str | None]:

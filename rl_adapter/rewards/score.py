@@ -65,7 +65,7 @@ class Rewards:
 
     def describe(self) -> str:
         """One line: the parts, and what keeps them apart."""
-        weights = [f"{self.section[n].weight:g} {n}" for n in self.names if self.section[n].weight]
+        weights = [f"{self.section[n].weight:g} {n}" for n in (*self.names, "model") if self.section[n].weight]
         held = [f"{self.section.held_out} held out"] if self.section.held_out else []
         guarded = [sandbox.describe()] if set(self.names) - {"exact"} else []
         return "  ".join([f"reward: {' + '.join(weights)}", *held, *guarded])
