@@ -28,7 +28,7 @@ def get_config(objective: str = "dpo") -> ConfigDict:
     c = quickstart.get_config().unlock()
     c.objective = objective
     c.data.train = ("python:experiments.preferences:examples" if objective == "sft" else "python:experiments.preferences:pairs",)
-    c.steps = 80 if objective == "reward" else 20
+    c.steps = 20
     c.rollout.prompts = 32
     c.optimizer.learning_rate = 1e-3
     return c.lock()
