@@ -40,7 +40,8 @@ def greedy(
 def sampled(
     config: ConfigDict, session: sessions.Session, data: sessions.Data, adapter: lora.Adapter | None
 ) -> tuple[np.ndarray, list[list[str]]]:
-    """What they earn [n, eval.samples] (`earned`) and what was scored of the first `eval.examples` problems' completions; the same for the same `seed`."""
+    """Of the first `eval.examples` problems' completions, the same for the same `seed`: what they earn [n, eval.samples] (`earned`), and
+    what was scored of each."""
     e = config.eval
     settings = dataclasses.replace(sessions.sampling(config, session), group=e.samples, temperature=e.temperature, top_k=0, top_p=e.top_p)
     found = _complete(config, session, data, adapter, settings, config.seed % 2**31)
