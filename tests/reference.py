@@ -49,12 +49,15 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return p / np.sum(p)
 
 
-def forward(spec: Spec, base: Base, tokens, adapter: dict[str, tuple] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def forward(
+    spec: Spec, base: Base, tokens, adapter: dict[str, tuple] | None = None, routers: list | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """One row of tokens [T] through the model.
 
     Args:
         adapter: field ("q", "gate", ..., "head") -> (a [L, (E,) K, R], b [L, (E,) R, N], scale); of "head" without [L]. Experts may
             share a, which then has an axis E of 1, or none.
+        routers: gets each layer's logits of experts [T, E] appended.
 
     Returns:
         logprobs [T, V] of the next token, and the experts [L, T, k] chosen, the most probable first.
@@ -95,6 +98,8 @@ def forward(spec: Spec, base: Base, tokens, adapter: dict[str, tuple] | None = N
 
         h = rms_norm(x, norms["mlp_norm"], spec.norm_eps)
         router = linear(h, "router", layer)
+        if routers is not None:
+            routers.append(router)
         out = np.zeros_like(x)
         for t in range(length):
             p = softmax(router[t])

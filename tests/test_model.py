@@ -66,15 +66,19 @@ class World:
         layers = layers.replace(**{f: reference.decode(getattr(layers, f)) for f in fields})
         return self.base.replace(layers=(layers,), head=reference.decode(self.base.head))
 
-    def reference(self, r, adapter=None, temperature=1.0):
-        """Logprobs (at the temperature) and entropies [P, G, C] of completions, 0 beyond their ends; experts of what is fed, by (p, g)."""
+    def reference(self, r, adapter=None, temperature=1.0, routers=None):
+        """Logprobs (at the temperature) and entropies [P, G, C] of completions, 0 beyond their ends; experts of what is fed, by (p, g).
+        `routers` gets their logits, [L, T, E] by (p, g), added."""
         pairs = {} if adapter is None else adapter.layers[0] | ({} if adapter.head is None else {"head": adapter.head})
         adapter = {name: (pair.a, pair.b, self.adapter_spec.scale(name)) for name, pair in pairs.items()}
         out, entropy, choices = np.zeros(r.tokens.shape), np.zeros(r.tokens.shape), {}
         for p, g in np.ndindex(r.lengths.shape):
             t, c = r.prompt_lengths[p], r.lengths[p, g]
             row = np.concatenate([r.prompts[p, :t], r.tokens[p, g, :c]])
-            logprobs, chosen = reference.forward(self.spec, self.dense, row[:-1], adapter)
+            logits = []
+            logprobs, chosen = reference.forward(self.spec, self.dense, row[:-1], adapter, logits)
+            if routers is not None:
+                routers[p, g] = np.stack(logits)
             entropy[p, g, :c] = -np.sum(np.exp(logprobs) * logprobs, -1)[t - 1 :]
             tempered = np.log([reference.softmax(z / temperature) for z in logprobs])
             out[p, g, :c] = tempered[np.arange(t - 1, t + c - 1), row[t:]]

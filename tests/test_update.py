@@ -146,6 +146,43 @@ def test_it_descends_the_loss(exact, on_policy):
     assert metrics["moe/load_shift_from_base"] == pytest.approx(np.abs(share - base_share).sum(1).mean() / 2, rel=1e-5)
 
 
+def test_it_descends_the_losses_on_entropy_and_routers(on_policy):
+    """The entropy bonus, the load-balancing loss and the z-loss, alone: the float64 reference's, and its central differences."""
+    cfg = loss.Loss(entropy=0.3, balance=0.5, router_z=0.2)
+    run, _ = updater(SMALL, FLOAT, cfg=cfg)
+    state, metrics = run(on_policy, np.zeros_like(ADVANTAGE))
+    grads = jax.tree.map(lambda new, old: (old - new) / RATE, state.adapter, SMALL.adapter)
+    mask, valid = masks(on_policy)
+    r, experts = on_policy, SMALL.spec.experts
+    sampled = np.concatenate([r.prompt_choices, r.choices.reshape(*r.choices.shape[:2], -1, r.choices.shape[-1])], 2)
+    loads = np.stack([np.bincount(layer[valid].reshape(-1), minlength=experts) for layer in sampled])
+
+    def objective(adapter):
+        routers = {}
+        _, entropy, _ = SMALL.reference(r, adapter, routers=routers)
+        # A prompt is computed once for its group.
+        z = np.concatenate([rows[:, 0 if g == 0 else r.prompt_lengths[p] :] for (p, g), rows in routers.items()], 1)
+        p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+        balance = np.mean([experts * np.sum(f / f.sum() * q.mean(0)) for f, q in zip(loads, p)])
+        return -0.3 * entropy.sum() / mask.sum() + 0.5 * balance + 0.2 * np.mean(np.log(np.exp(z).sum(-1)) ** 2)
+
+    assert metrics["loss"] == pytest.approx(objective(SMALL.adapter), rel=1e-3)
+    rng = np.random.default_rng(3)
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
+    for _ in range(2):
+        direction = jax.tree.map(lambda g: rng.normal(size=g.shape) * np.abs(g).max(), grads)
+        ends = [objective(jax.tree.map(lambda w, d, h=h: w + h * d, SMALL.adapter, direction)) for h in (-1e-4, 1e-4)]
+        slope = sum(np.sum(g * d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction)))
+        size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(direction)))
+        assert slope / size / norm == pytest.approx((ends[1] - ends[0]) / 2e-4 / size / norm, abs=1e-2)
+
+
+def test_equal_rewards_still_move_by_the_penalty(exact, on_policy):
+    """A group of equal rewards has no advantage, and the KL's gradient all the same."""
+    state, metrics = exact[0](on_policy, np.zeros_like(ADVANTAGE))
+    assert metrics["loss"] == pytest.approx(CFG.kl * metrics["kl/ref"], rel=1e-5) and metrics["grad_norm"] > 0
+
+
 def test_microbatches_cannot_be_seen(on_policy):
     """One or more of them, of prompts whose completions differ in length: the same update to 1e-6, the same metrics."""
     mask, _ = masks(on_policy)
