@@ -8,6 +8,7 @@ that what has started can always end.
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -15,7 +16,10 @@ import numpy as np
 from rl_adapter import cache, engine
 from rl_adapter import mesh as meshes
 
-# (prompt, sample, tokens so far) -> tokens that an environment adds, after which the policy goes on; None ends the completion.
+ANSWERS = 16  # of environments that are sought at a time
+
+# (prompt, sample, tokens so far) -> tokens that an environment adds, after which the policy goes on; None ends the completion. Called for
+# several completions at a time, from as many threads.
 Respond = Callable[[int, int, np.ndarray], Sequence[int] | None]
 
 
@@ -92,6 +96,7 @@ class Scheduler:
         self.now = {name: np.zeros(cells, np.int32) for name in ("token", "drawn", "limit", "ids", "samples")}
         self.of_prompts, self.own = cache.empty_table(lay.tiles, lay.prompt_pages), cache.empty_table(*cells, lay.own_pages)
         self.done: list[Completion] = []
+        self.spoken: list[_Row] = []  # rows that wait for their environment
 
     # --- what one pass of the loop does
 
@@ -102,10 +107,12 @@ class Scheduler:
                 for lane in range(self.lay.lanes):
                     while self.rows[tile][lane] is None and self._start(tile, lane):
                         pass
+            freed = self._answer_all()
             self._begin_prompts()
-            if not self.prefilling:
+            if self.prefilling:
+                self._prefill()
+            elif not freed:
                 return
-            self._prefill()
 
     def dispatch(self):
         """Start decoding, and return what will come; None where no slot is at work."""
@@ -143,6 +150,7 @@ class Scheduler:
             self.now["token"][tile, lane] = tokens[-1]
             if self._ended(row):
                 self._end_turn(row)
+        self._answer_all()
 
     # --- prompts and text
 
@@ -252,7 +260,24 @@ class Scheduler:
     def _end_turn(self, row: _Row) -> None:
         """The policy has stopped: an environment may answer, or the completion is done."""
         self.live[row.at] = False
-        more = self._answer(row) if self.respond else ()
+        if self.respond:
+            self.spoken.append(row)
+        else:
+            self._finish(row)
+
+    def _answer_all(self) -> bool:
+        """Go on with all rows that wait for an answer; several are sought at a time, since a tool may take long. True: there were some."""
+        spoken, self.spoken = self.spoken, []
+        if not spoken:
+            return False
+        with futures.ThreadPoolExecutor(min(len(spoken), ANSWERS)) as threads:
+            answers = list(threads.map(self._answer, spoken))
+        for row, more in zip(spoken, answers):
+            self._go_on(row, more)
+        return True
+
+    def _go_on(self, row: _Row, more: np.ndarray) -> None:
+        """A row with what an environment adds to it."""
         if not len(more) or len(row.tokens) + len(more) >= row.limit:
             return self._finish(row)
         row.context.text = np.array([row.tokens[-1], *more], np.int32)  # the last token was drawn, not fed

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import re
+import threading
 import zlib
 
 import jax
@@ -257,6 +258,16 @@ def test_an_answer_that_ends_it(default, said):
         assert tokens.tolist() == r.tokens[p, g, : r.lengths[p, g]].tolist()
     np.testing.assert_array_equal(r.tokens[..., :C][default.drawn], default.tokens[default.drawn])
     np.testing.assert_array_equal(r.scored_logprobs[..., :C][default.drawn], default.scored_logprobs[default.drawn])
+
+
+def test_environments_of_a_dispatch_answer_at_the_same_time():
+    """A slow tool keeps the others waiting no longer than itself: all completions end at once here, and one answer waits for another."""
+    met = threading.Barrier(2)
+
+    def slow(*_):
+        met.wait(60)  # breaks, and raises, unless two come
+
+    generate(Engine(page=4, chunk=4), LONG, limits=np.ones((P, G), np.int32), respond=slow)
 
 
 # Keys of 8 bits under activations of 16
