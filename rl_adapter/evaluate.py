@@ -126,8 +126,9 @@ def measures(config: ConfigDict, session: sessions.Session, data: sessions.Data,
     solved = rewards >= config.eval.solved
     found[f"mean@{n}"] = rewards.mean(1, dtype=np.float64)
     ks = config.eval.k or sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
-    found |= {f"pass@{k}": statistics.pass_at(solved, k) for k in ks}
-    return found | {f"maj@{k}": statistics.majority_at(answers, solved, k) for k in ks}
+    for name, of_k in {"pass": statistics.pass_at(solved), "maj": statistics.majority_at(answers, solved)}.items():
+        found |= {f"{name}@{k}": of_k[:, k - 1] for k in ks}
+    return found
 
 
 def compare(problems: list[Problem], base: dict[str, np.ndarray], adapter: dict[str, np.ndarray]) -> Iterator[dict]:

@@ -151,8 +151,9 @@ def rewind(directory: str | os.PathLike, step: int, run: Mapping[str, str], expe
         path.unlink()
 
 
-def record(directory: str | os.PathLike, step: int, data: bytes, rows: int) -> None:
-    """Writes a step's file, then its line.
+def record(directory: str | os.PathLike, step: int, data: bytes, rows: int, keep: int = 0, keep_every: int = 0) -> str:
+    """Writes a step's file, then its line; then takes away all files but those of the last `keep` steps (0: of all) and of every
+    `keep_every`-th (0: none), after a line for each. Returns the head.
 
     Raises:
       ValueError: the manifest is not at a step before this one: there has been no `rewind`.
@@ -162,22 +163,18 @@ def record(directory: str | os.PathLike, step: int, data: bytes, rows: int) -> N
         raise ValueError(f"{directory / NAME}: found {len(chain)} lines that are not of the steps before {step}, need a rewind to it")
     write_atomically(directory / name(step), data, private=True)
     sha256 = hashlib.sha256(data).hexdigest()
-    entry = {"step": step, "file": name(step), "sha256": sha256, "bytes": len(data), "rows": rows}
-    append(directory / NAME, _raw(entry, chain[-1].hash) + b"\n")
+    last = _append(directory, {"step": step, "file": name(step), "sha256": sha256, "bytes": len(data), "rows": rows}, chain[-1].hash)
+    for file, entry in stored(chain).items() if keep else ():
+        if entry["step"] <= step - keep and not (keep_every and entry["step"] % keep_every == 0):
+            last = _append(directory, {"step": step, "removed": file}, last)
+            (directory / file).unlink(missing_ok=True)
+    return last
 
 
-def retain(directory: str | os.PathLike, step: int, keep: int, keep_every: int) -> None:
-    """After `step` is recorded: files but those of the last `keep` steps (0: of all) and of every `keep_every`-th (0: none) go, after
-    a line for each."""
-    directory, chain = pathlib.Path(directory), lines(directory)
-    there = stored(chain) if keep else {}
-    old = [file for file, entry in there.items() if entry["step"] <= step - keep and not (keep_every and entry["step"] % keep_every == 0)]
-    previous = hash_of(chain)
-    for file in old:
-        raw = _raw({"step": step, "removed": file}, previous)
-        append(directory / NAME, raw + b"\n")
-        (directory / file).unlink(missing_ok=True)
-        previous = hashlib.sha256(raw).hexdigest()
+def _append(directory: pathlib.Path, entry: Mapping[str, Any], previous: str) -> str:
+    raw = _raw(entry, previous)
+    append(directory / NAME, raw + b"\n")
+    return hashlib.sha256(raw).hexdigest()
 
 
 def _raw(entry: Mapping[str, Any], previous: str) -> bytes:

@@ -106,7 +106,7 @@ def rows_of(
         "adapter_versions": lists(versions),
         "stopped": flat(rollout.stopped),
         "reward": [one.reward for one in outcomes],
-        "parts": [sorted(one.parts.items()) for one in outcomes],
+        "parts": [sorted(zip(_whole(one.parts), one.parts.values())) for one in outcomes],
         "failures": [sorted(zip(_whole(one.failures), _whole(one.failures.values()))) for one in outcomes],
         "trained": flat(trained),
     }
@@ -173,15 +173,15 @@ def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def write(directory: str | os.PathLike, step: int, table: pa.Table, settings: Any) -> None:
-    """Writes a step's rows and their line of the manifest, then takes away what is old. The trainer has called `manifest.rewind` before.
+def write(directory: str | os.PathLike, step: int, table: pa.Table, settings: Any) -> str:
+    """Writes a step's rows and their line of the manifest, and takes away what is old; returns the manifest's head. The trainer has
+    called `manifest.rewind` before.
 
     Args:
       settings: the `samples` section of the config.
     """
     table = redact(table, settings.omit, settings.redact)
-    manifest.record(directory, step, encode(table), len(table))
-    manifest.retain(directory, step, settings.keep, settings.keep_every)
+    return manifest.record(directory, step, encode(table), len(table), settings.keep, settings.keep_every)
 
 
 def encode(table: pa.Table) -> bytes:

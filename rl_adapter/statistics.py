@@ -4,6 +4,7 @@ Intervals are of 95 %, and take problems as what was drawn: completions of one p
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 
@@ -13,22 +14,22 @@ NORMAL = 1.96  # of a 95 % interval
 LARGEST = 512  # n; counts of subsets stay within float64
 
 
-def pass_at(solved: np.ndarray, k: int) -> np.ndarray:
+def pass_at(solved: np.ndarray) -> np.ndarray:
     """The share of subsets of k of a problem's n completions that hold a right one: pass@k, unbiased (Chen et al. 2021, arXiv:2107.03374).
 
     Args:
       solved: [P, n] bool.
-      k: in 1 .. n.
 
     Returns:
-      [P]; its mean is the estimate.
+      [P, n]: k = 1 .. n. The mean over problems is the estimate.
     """
-    n = _checked(solved, k)
-    of_count = np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])  # integers: exact, but for one rounding
-    return of_count[np.asarray(solved, bool).sum(1)]
+    n = _checked(solved)
+    # Of integers, so exact but for one rounding.
+    of_count = [[1 - math.comb(n - c, k) / math.comb(n, k) for k in range(1, n + 1)] for c in range(n + 1)]
+    return np.array(of_count)[np.asarray(solved, bool).sum(1)]
 
 
-def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray, k: int) -> np.ndarray:
+def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray) -> np.ndarray:
     """What the answer that most of k completions give is worth, as the mean over all subsets of k of a problem's n completions: maj@k.
 
     One of the answers that tie is taken at random, each with one probability; the result is the exact mean over that too.
@@ -37,57 +38,57 @@ def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray
     Args:
       answers: [P][n]; None is no answer and no vote. Without a vote the value is 0.
       values: [P, n], what each completion is worth; an answer is worth the mean of those that give it.
-      k: in 1 .. n.
 
     Returns:
-      [P].
+      [P, n]: k = 1 .. n.
     """
-    n = _checked(values, k)
+    n = _checked(values)
     if [len(row) for row in answers] != [n] * len(values):
         raise ValueError(f"answers: found {len(answers)} rows, need {len(values)} of {n} each, as values")
-    return np.array([_majority(row, worth, k) for row, worth in zip(answers, np.asarray(values, np.float64))])
+    subsets = np.array([float(math.comb(n, k)) for k in range(1, n + 1)])
+    return np.array([_majority(row, worth) / subsets for row, worth in zip(answers, np.asarray(values, np.float64))])
 
 
-def _majority(answers: Sequence[Hashable | None], values: np.ndarray, k: int) -> float:
-    worth: dict[Hashable, list[float]] = {}
+def _majority(answers: Sequence[Hashable | None], values: np.ndarray) -> np.ndarray:
+    """[n]: the sum over subsets of k = 1 .. n completions of what the answers with most votes are worth, their mean where they tie.
+
+    Subsets are counted by t, the most votes; answer by answer, by how many completions they hold and how many answers have t votes.
+    """
+    of_answer: dict[Hashable, list[float]] = {}
     for answer, value in zip(answers, values):
         if answer is not None:
-            worth.setdefault(answer, []).append(value)
-    sizes = tuple(sorted(map(len, worth.values())))
-    return math.fsum(np.mean(x) * _wins(sizes, len(answers) - sum(sizes), len(x), k) for x in worth.values())
+            of_answer.setdefault(answer, []).append(value)
+    n = len(answers)
+    found = np.zeros(n + 1)
+    for t in range(1, max(map(len, of_answer.values()), default=0) + 1):
+        rivals = [x for x in of_answer.values() if len(x) >= t]
+        # By answers with t votes and completions held: the number of subsets, and what those answers are worth in all of them.
+        state = np.zeros((2, min(len(rivals), n // t) + 1, n + 1))
+        free = n - sum(map(len, rivals))  # completions of which any may be held, since their answer cannot have t votes
+        state[0, 0, : free + 1] = _choices(free)
+        for i, x in enumerate(rivals):
+            ways = _choices(len(x))
+            grown = np.zeros_like(state)
+            for part, tied in itertools.product(range(2), range(min(i + 1, state.shape[1]))):
+                grown[part, tied] = np.convolve(state[part, tied], ways[:t])[: n + 1]
+            state[1] += np.mean(x) * state[0]
+            grown[:, 1:, t:] += ways[t] * state[:, :-1, : n + 1 - t]
+            state = grown
+        found += (state[1, 1:] / np.arange(1, state.shape[1])[:, None]).sum(0)
+    return found[1:]
 
 
-@functools.lru_cache(maxsize=2**16)
-def _wins(sizes: tuple[int, ...], blank: int, size: int, k: int) -> float:
-    """The probability that an answer of `size` completions is taken; all answers are of `sizes` completions, and `blank` ones have none.
-
-    With t votes for it, the others have at most t each, and e of them just t: it is then taken with probability 1 / (1 + e). Subsets are
-    counted answer by answer, by how many completions they hold so far and by e.
-    """
-    others = list(sizes)
-    others.remove(size)
-    total = 0.0
-    for t in range(1, min(size, k) + 1):
-        count = np.zeros((k - t + 1, (k - t) // t + 1))  # [completions besides those t, e]
-        for held in range(min(blank, k - t) + 1):
-            count[held, 0] = math.comb(blank, held)
-        for other in others:
-            grown = np.zeros_like(count)
-            for votes in range(min(other, t, k - t) + 1):
-                tied = int(votes == t)
-                grown[votes:, tied:] += math.comb(other, votes) * count[: len(count) - votes, : count.shape[1] - tied]
-            count = grown
-        total += math.comb(size, t) * float((count[-1] / (1 + np.arange(count.shape[1]))).sum())
-    return total / math.comb(sum(sizes) + blank, k)
+@functools.lru_cache(maxsize=LARGEST + 1)
+def _choices(size: int) -> np.ndarray:
+    """[size + 1]: in how many ways 0 .. size of so many are chosen."""
+    return np.array([float(math.comb(size, k)) for k in range(size + 1)])
 
 
-def _checked(x: np.ndarray, k: int) -> int:
-    """n, once x is [P, n] and k fits."""
+def _checked(x: np.ndarray) -> int:
+    """n, once x is [P, n]."""
     shape = np.shape(x)
     if len(shape) != 2 or not 1 <= shape[1] <= LARGEST:
         raise ValueError(f"completions: found shape {shape}, need [problems, n] with n in 1 .. {LARGEST}")
-    if not 1 <= k <= shape[1]:
-        raise ValueError(f"k: found {k}, need 1 .. {shape[1]}")
     return shape[1]
 
 

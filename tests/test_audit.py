@@ -64,7 +64,7 @@ CHANGES = {
         lambda d: (lines_of(d, lambda x: x[:-1]), (d / manifest.name(STEPS - 1)).unlink()),
         f"^{NAME}: found head .*, need .* of (that checkpoint|summary)",
     ),
-    "no end of the last line": (lambda d: edit(d / manifest.NAME, lambda x: x[:-1]), f"^{NAME}: line 8: found a line without an end"),
+    "no end of the last line": (lambda d: edit(d / manifest.NAME, lambda x: x[:-1]), f"^{NAME}: line 6: found a line without an end"),
     "a whole other chain": (
         lambda d: ((d / FILE3).unlink(), edit(d / manifest.NAME, lambda x: relinked(b"\n".join(x.splitlines()[:4] + x.splitlines()[5:])))),
         f"^{NAME}: found head .* after 4 steps",
@@ -119,12 +119,12 @@ def test_the_audit_of_a_whole_run(run, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     found = audit.run(run)
     assert (found["files"], found["rows"], found["removed"], found["faults"]) == (STEPS, 2 * STEPS, 0, [])
-    assert found["checkpoints"] == [6, 7] and found["finished"] and found["head"] in capsys.readouterr().out
+    assert found["checkpoints"] == [4, 5] and found["finished"] and found["head"] in capsys.readouterr().out
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "an audit reads"
 
 
 def damage_cursors(run):
-    for path in (run / "checkpoints" / "6" / "cursor").rglob("*"):
+    for path in (run / "checkpoints" / "4" / "cursor").rglob("*"):
         if path.is_file():
             path.write_text("{")
 
@@ -141,7 +141,7 @@ CHANGES_OF_THE_RUN = {
     ),
     "identity": (lambda run: rewrite(run / "checkpoints/identity.json", packages={}), "identity.json: found another run"),
     "no config": (lambda run: (run / "config.json").unlink(), "config.json: found .* need JSON"),
-    "cursor": (damage_cursors, "checkpoints/6: found no cursor"),
+    "cursor": (damage_cursors, "checkpoints/4: found no cursor"),
     "all of it replaced": (lambda run: (manifest.rewind(run / "samples", 0, {}), train(run / "samples", {}, rules(keep=1))), "found head"),
 }
 

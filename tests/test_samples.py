@@ -19,7 +19,7 @@ from rl_adapter.types import Outcome, Problem, Rollout
 ALL = configs.default().samples
 IDENTITY = {"base_digest": "b", "config": configs.identity(configs.default())}
 RUN = manifest.run_of(IDENTITY)
-TEXTS = st.text(st.characters(), max_size=8)  # half characters too
+TEXTS = st.text(st.characters() | st.sampled_from('\ud83d\udcff\0\\"'), max_size=8)  # half characters too
 
 
 def rules(**changes):

@@ -35,25 +35,24 @@ def test_estimators_are_means_over_all_subsets(rows):
     n = min(map(len, rows))
     rows = [row[:n] for row in rows]
     answers, values = [[a for a, _ in row] for row in rows], np.array([[v for _, v in row] for row in rows])
-    for k in range(1, n + 1):
-        needed = [over_subsets(row, k, lambda subset: max(v == 1 for _, v in subset)) for row in rows]
-        np.testing.assert_allclose(statistics.pass_at(values == 1, k), needed, rtol=0, atol=1e-12)
-        needed = [over_subsets(row, k, lambda subset: majority(subset, row)) for row in rows]
-        np.testing.assert_allclose(statistics.majority_at(answers, values, k), needed, rtol=0, atol=1e-12)
+    needed = [[over_subsets(row, k, lambda subset: max(v == 1 for _, v in subset)) for k in range(1, n + 1)] for row in rows]
+    np.testing.assert_allclose(statistics.pass_at(values == 1), needed, rtol=0, atol=1e-12)
+    needed = [[over_subsets(row, k, lambda subset: majority(subset, row)) for k in range(1, n + 1)] for row in rows]
+    np.testing.assert_allclose(statistics.majority_at(answers, values), needed, rtol=0, atol=1e-12)
 
 
 def test_pass_at_k_by_hand():
     """1 - C(n - c, k) / C(n, k), of 4 completions with 0 .. 4 right ones."""
     solved = np.tri(5, 4, -1)
     for k, needed in {1: [0, 1 / 4, 1 / 2, 3 / 4, 1], 2: [0, 1 / 2, 5 / 6, 1, 1], 3: [0, 3 / 4, 1, 1, 1], 4: [0, 1, 1, 1, 1]}.items():
-        np.testing.assert_allclose(statistics.pass_at(solved, k), needed, rtol=0, atol=1e-15)
+        np.testing.assert_allclose(statistics.pass_at(solved)[:, k - 1], needed, rtol=0, atol=1e-15)
 
 
 def test_majority_by_hand():
     """Of a, a, b, c with a right: pairs are aa (1), ab and ac twice each (1/2), bc (0); triples aab, aac (1), abc twice (1/3)."""
     answers, values = [["a", "a", "b", "c"]], np.array([[1.0, 1, 0, 0]])
-    for k, needed in {1: 1 / 2, 2: (1 + 4 / 2) / 6, 3: (2 + 2 / 3) / 4, 4: 1}.items():
-        np.testing.assert_allclose(statistics.majority_at(answers, values, k), [needed], rtol=0, atol=1e-15)
+    needed = [1 / 2, (1 + 4 / 2) / 6, (2 + 2 / 3) / 4, 1]
+    np.testing.assert_allclose(statistics.majority_at(answers, values), [needed], rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("n", [64, statistics.LARGEST])
@@ -61,23 +60,22 @@ def test_many_completions_stay_exact(n):
     """Against rational numbers where the answers are two, one of them right."""
     c = n // 3
     answers, values = [["a"] * c + ["b"] * (n - c)], np.array([[1.0] * c + [0.0] * (n - c)])
+    found, solved = statistics.majority_at(answers, values)[0], statistics.pass_at(values)[0]
     for k in (1, 2, n // 2, n):
         ways = [math.comb(c, t) * math.comb(n - c, k - t) * fractions.Fraction((2 * t > k) + (2 * t >= k), 2) for t in range(k + 1)]
         needed = float(sum(ways) / math.comb(n, k))
-        np.testing.assert_allclose(statistics.majority_at(answers, values, k), [needed], rtol=1e-12, atol=1e-300)
+        np.testing.assert_allclose(found[k - 1], needed, rtol=1e-12, atol=1e-300)
         needed = float(1 - fractions.Fraction(math.comb(n - c, k), math.comb(n, k)))
-        np.testing.assert_allclose(statistics.pass_at(values, k), [needed], rtol=1e-15)
+        np.testing.assert_allclose(solved[k - 1], needed, rtol=1e-15)
 
 
 def test_what_does_not_fit_is_refused():
-    for function in (statistics.pass_at, lambda values, k: statistics.majority_at([["a"] * 4] * 3, values, k)):
-        for k in (0, 5):
-            with pytest.raises(ValueError, match=f"^k: found {k}, need 1 .. 4"):
-                function(np.zeros((3, 4)), k)
-        with pytest.raises(ValueError, match="^completions: found shape"):
-            function(np.zeros(3), 1)
+    for function in (statistics.pass_at, lambda values: statistics.majority_at([["a"] * 4] * 3, values)):
+        for shape in ((3,), (3, 0), (3, statistics.LARGEST + 1)):
+            with pytest.raises(ValueError, match="^completions: found shape"):
+                function(np.zeros(shape))
     with pytest.raises(ValueError, match="^answers: found 2 rows, need 3 of 4"):
-        statistics.majority_at([["a"] * 4] * 2, np.zeros((3, 4)), 1)
+        statistics.majority_at([["a"] * 4] * 2, np.zeros((3, 4)))
 
 
 def test_interval_of_a_share_is_wilsons():
