@@ -141,7 +141,7 @@ def all_kinds(tmp_path_factory):
     schema.write_text(json.dumps({"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}))
     on = {f"reward.{name}.weight": 2.0**i for i, name in enumerate(config_lib.SCORERS)}
     more = {"reward.regex.pattern": "(a+)+b|Answer: .*", "reward.json.schema": str(schema), "reward.function.path": "tests.scorers:moody"}
-    with rewards(**on, **more, **{"reward.seconds": 1.0, "reward.code.seconds": 2.0}) as scoring:
+    with rewards(**on, **more, **{"reward.seconds": 2.0}) as scoring:
         yield scoring
 
 
@@ -176,7 +176,7 @@ def test_failures_stay_with_their_sample_and_order_is_kept(all_kinds):
     assert [value for value, _ in found[::2]] == [float(len(text)) for text in texts]
     assert all(value is None and why for value, why in found[1::2])
     why = dict(zip(bad, (why for _, why in found[1::2])))
-    assert "no end within 1 s" in why["Answer: sleep"] and "SystemExit" in why["Answer: exit"] and "boom" in why["Answer: raise"]
+    assert "no end within 2 s" in why["Answer: sleep"] and "SystemExit" in why["Answer: exit"] and "boom" in why["Answer: raise"]
     assert "need a finite number" in why["Answer: nan"] and "died" in why["Answer: kill"] and "memory" in why["Answer: memory"]
     assert time.monotonic() - started < 20
 
@@ -198,8 +198,8 @@ def test_the_endless_cost_their_time_only(all_kinds, name, text):
     one = problem("x^2", metadata={"entry": entry})
     started = time.monotonic()
     value, why = all_kinds.part(name, one, text)
-    assert value in (None, 0.0) and time.monotonic() - started < 3, why
-    assert name == "math" or "no end within 1 s" in why
+    assert value in (None, 0.0) and time.monotonic() - started < 4, why
+    assert name == "math" or "no end within 2 s" in why
     assert all_kinds.part(name, one, "Answer: x^2")[1] is None
 
 

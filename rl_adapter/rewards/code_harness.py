@@ -5,7 +5,8 @@
 
 The tests call the solution by value: what they expect never reaches its process, and nothing that its process does to itself, to files or
 to its exit code reaches theirs. All that a solution can do is to answer, and a right answer is right. Results that are no values (objects,
-generators) stay with the solution; the tests hold a `Remote`, which is equal to nothing but itself.
+generators) stay with the solution; the tests hold a `Remote`, which is equal to nothing but itself: no question that would tell what is
+expected (`==`, `in`, `<`) is put to the solution.
 """
 
 import ast
@@ -22,7 +23,7 @@ DEEPEST = 50  # levels of a value
 ENDED = "ended"  # verdicts beside "passed": the solution's process is gone,
 FAILED = "failed"  # an assertion or an exception,
 BROKEN = "broken"  # the tests themselves cannot be run
-OPERATIONS = {"getitem": operator.getitem, "contains": operator.contains, "len": len, "iter": iter, "next": next, "str": str, "bool": bool}
+OPERATIONS = {"getitem": operator.getitem, "len": len, "iter": iter, "next": next, "str": str, "bool": bool}
 OPERATIONS |= {
     "getattr": getattr,
     "setattr": setattr,
@@ -53,9 +54,6 @@ class Remote:
 
     def __setitem__(self, key, value):
         self._wire.ask("setitem", self, key, value)
-
-    def __contains__(self, item):
-        return self._wire.ask("contains", self, item) is True
 
     def __len__(self):
         return self._wire.ask("len", self)
