@@ -160,9 +160,10 @@ def _masked(value: Any, name: str, patterns: Sequence[str]) -> Any:
 
 def mask(text: str, patterns: Sequence[str]) -> str:
     """A text with MASK for whatever one of `patterns` finds, one after the other."""
+    whole = clean = _whole([text])[0]
     for pattern in patterns:
-        text = pc.replace_substring_regex(pa.scalar(text), pattern, MASK).as_py()
-    return text
+        clean = pc.replace_substring_regex(pa.scalar(clean), pattern, MASK).as_py()
+    return text if clean == whole else clean
 
 
 def _each_string(value: Any, change: Callable[[str], str]) -> Any:

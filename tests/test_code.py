@@ -82,7 +82,8 @@ TRICKS = {
     "atexit": "import atexit, os\natexit.register(lambda: print('passed'))\natexit.register(os._exit, 0)",
     "equal to all": "class A(int):\n  def __eq__(self, o): return True\n  __ne__ = lambda s, o: False\n  __hash__ = int.__hash__\n"
     "def factorial(n): return A(1)",
-    "an object equal to all": "class A:\n  __eq__ = __contains__ = __lt__ = __rsub__ = lambda s, o: True\n  __bool__ = lambda s: True\ndef factorial(n): return A()",
+    "an object equal to all": "class A:\n  __eq__ = __contains__ = __lt__ = __rsub__ = lambda s, o: True\n"
+    "  __bool__ = lambda s: True\ndef factorial(n): return A()",
     "builtins": "import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.exec = builtins.compile = lambda *a: None\n"
     "class E(Exception): pass\nbuiltins.AssertionError = E\ndef factorial(n): return 0",
     "the files": """import os, sys
@@ -133,7 +134,7 @@ def test_no_trick_earns_reward_or_takes_longer(name, kind):
     limits = dataclasses.replace(LIMITS, seconds=0.6)
     assert code.score(block(TRICKS[name]), FACTORIAL, limits, kind) == 0.0
     assert code.score(block(TRICKS[name]), DOUBLE, limits, kind) == 0.0
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 20.0  # beside the limits, starting and ending a sandbox twice on a busy machine
 
 
 def test_dying_is_not_the_error_that_tests_wait_for():

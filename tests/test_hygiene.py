@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_adapter import config as config_lib
-from rl_adapter import monitor
+from rl_adapter import config_check, monitor
 from rl_adapter.rewards import hygiene, score
 from rl_adapter.types import Outcome, Problem
 
 
 def rewards(**changes):
     config = config_lib.override(config_lib.default(), changes)
-    config_lib.validate(config)
+    config_check.validate(config)
     return score.open_rewards(config)
 
 

@@ -32,7 +32,7 @@ _UNIT = re.compile(
     rf"(?P<value>.*[\d.)}}]){_SPACE}*(?P<unit>\\?%|\^\{{?\\circ\}}?|°|(?:{_SET}|(?<=[\s,;:!~])[A-Za-z]{{1,20}})(?:\^\{{?\d\}}?)?)",
     re.DOTALL,
 )
-_WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm|textrm|mbox)\s*\{)?\s*\(?(?P<words>[^\W\d_]+(?:[ '-][^\W\d_]+)*)\)?\s*\}?")
+_WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm|textrm|mbox)\s*\{)?\s*\(?(?P<words>[^\W\d_]+(?:[ '-]+[^\W\d_]+)*)\)?\s*\}?")
 
 
 def extract(text: str, mark: str) -> str | None:
