@@ -99,10 +99,10 @@ def test_nothing_is_dropped_without_a_word(tmp_path_factory, train, held_out):
         counts = {fault.name: fault.count for fault in split.report.dropped}
         blank, texts = sum(not t.strip() for t in train), [t for t in train if t.strip()]
         wanted = {"empty": blank, "duplicates": len(texts) - len(set(texts)), "overlap": len(set(texts) & set(held_out))}
-        assert counts == {name: n for name, n in wanted.items() if n}
+        assert counts == {f"data.{name}": n for name, n in wanted.items() if n}
         assert sum(split.report.read.values()) == len(train) == len(expected) + sum(counts.values())
         text = split.report.text()
-        assert all(f"dropped {n} (data.{name}):" in text for name, n in counts.items())
+        assert all(f"dropped {n} ({name}):" in text for name, n in counts.items())
         assert json.loads(json.dumps(split.report.as_json()))["kept"] == {data.train[0]: len(expected)}
     if expected != train:
         with pytest.raises(ValueError, match=r"^data\.(empty|duplicates|overlap): found .*(need|were dropped)"):

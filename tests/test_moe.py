@@ -217,7 +217,8 @@ def test_route(norm_topk_prob):
     logits = x.astype(np.float64) @ reference.decode(w)
     p = np.array([reference.softmax(z) for z in logits])
     outs, part = run(x)
-    for (weights, choice, probabilities), tolerance in zip(outs, (1e-6, 2e-4)):
+    for (weights, choice, probabilities, z), tolerance in zip(outs, (1e-6, 2e-4)):
+        np.testing.assert_allclose(z, logits, atol=10 * tolerance * np.abs(logits).max())
         np.testing.assert_allclose(probabilities, p, atol=tolerance)
         weights, choice = np.asarray(weights), np.asarray(choice)
         chosen = np.take_along_axis(np.asarray(probabilities), choice, 1)
@@ -285,7 +286,7 @@ def test_route_of_other_families(changes, has_score_bias, has_bias):
     clear = np.array([margin > 1e-3 for *_, margin in want])
     assert clear.mean() > 0.8
     outs, part = run(x)
-    for (weights, choice, _), tolerance in zip(outs, (1e-5, 1e-3)):
+    for (weights, choice, *_), tolerance in zip(outs, (1e-5, 1e-3)):
         np.testing.assert_array_equal(choice[clear], np.array([chosen for _, chosen, _ in want])[clear])
         scale = spec.routed_scale
         np.testing.assert_allclose(np.asarray(weights)[clear] / scale, np.array([w for w, *_ in want])[clear] / scale, atol=tolerance)

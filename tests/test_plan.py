@@ -152,12 +152,10 @@ def test_a_step_against_the_compiler():
     base = placed(base, meshes.base_shardings(mesh, base))
     tokens, prompts = microbatch.size(p // 2, t, g, c, -(-config.optimizer.microbatch_tokens // 2))
     planned = placed((jax.ShapeDtypeStruct((p, 2 * prompts), i32), jax.ShapeDtypeStruct((), i32)), (meshes.replicated(mesh),) * 2)
-    batch = update.Batch(r, *(row((p, g, c), f32),) * 3)
+    batch = update.Batch(r.replace(stopped=None, sampled_logprobs=None), *(row((p, g, c), f32),) * 3)  # as `update.update` passes it
     lowered = update._update.lower(model, tx, update.Policy(loss.Loss()), tokens, base, state, batch, None, *planned)
     memory = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
-    # Whether completions stopped, and the sampled logprobs, are not read, so not passed; 4 bytes of each count.
-    read = jax.tree.leaves(batch.replace(rollout=r.replace(stopped=None, sampled_logprobs=None)))
-    passed = sum(x.size * x.dtype.itemsize for x in read) // 2
+    passed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)) // 2
     assert memory.argument_size_in_bytes == found.held + passed + 4 * (p * 2 * prompts + 1) + 2 * 4
     assert memory.temp_size_in_bytes < found.training < 4 * memory.temp_size_in_bytes
 

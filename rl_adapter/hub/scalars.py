@@ -14,6 +14,7 @@ from rl_adapter import lora
 from rl_adapter.types import PyTree
 
 FILE = configs.REWARD_MODEL
+KEY = "rl_adapter"  # of the header
 
 
 def _named(tree: PyTree) -> dict[str, jax.Array]:
@@ -27,7 +28,8 @@ def save(directory: str | os.PathLike, tree: PyTree, spec: lora.AdapterSpec, dig
     directory.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.array(x) for name, x in _named(jax.device_get(tree)).items()}
     temporary = directory / f".{FILE}.{os.getpid()}.tmp"
-    safetensors.numpy.save_file(arrays, temporary, {"base_digest": digest, "adapter": json.dumps(_about(spec))})
+    # One entry: the library writes several in any order, and equal models should be equal files.
+    safetensors.numpy.save_file(arrays, temporary, {KEY: json.dumps({"base_digest": digest, "adapter": _about(spec)})})
     os.replace(temporary, directory / FILE)
 
 
@@ -49,14 +51,15 @@ def read(directory: str | os.PathLike, like: PyTree, spec: lora.AdapterSpec, dig
     path = pathlib.Path(directory) / FILE
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            about = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get(KEY, "{}"))
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise ValueError(f"{field}: found {error} at {path}, need the directory of a run with --config.objective=reward") from None
+    about = about if isinstance(about, dict) else {}
     if about.get("base_digest") != digest:
-        raise ValueError(f"{field}: found a reward model of base {about.get('base_digest', '')[:12]!r}, need {digest[:12]!r}")
-    if about.get("adapter") != json.dumps(_about(spec)):
-        raise ValueError(f"{field}: found a reward model of adapter {about.get('adapter')}, need {json.dumps(_about(spec))}")
+        raise ValueError(f"{field}: found a reward model of base {str(about.get('base_digest', ''))[:12]!r}, need {digest[:12]!r}")
+    if about.get("adapter") != _about(spec):
+        raise ValueError(f"{field}: found a reward model of adapter {about.get('adapter')}, need {_about(spec)}")
     want = _named(like)
     differ = [
         name
