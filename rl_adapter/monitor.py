@@ -108,7 +108,8 @@ LINE = {
     "eval/accuracy": ("accuracy", ".1%"),
     "time/step_s": ("s", ".2f"),
 }
-PACKAGES = ("rl-adapter", "jax", "jaxlib", "numpy", "flax", "optax", "aqtp", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym")
+PACKAGES = ("rl-adapter", "jax", "jaxlib", "numpy", "flax", "optax", "aqtp", "orbax-checkpoint", "grain", "tokenizers")
+PACKAGES += ("reasoning-gym", "math-verify", "jsonschema")  # tasks and scorers
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -123,4 +123,4 @@ def test_an_entry_is_needed_and_names_its_data_set():
         gym.score("Answer: 1", {"metadata": {}, "kind": "chain_sum"}, "Answer:", False)
     one = problem("chain_sum")
     assert gym.entry_of(one)[0] == "chain_sum"
-    assert gym.entry_of(one | {"metadata": {"dataset": "other"} | one["metadata"]})[0] == "other"
+    assert gym.entry_of(one | {"metadata": {"gym": "other"} | one["metadata"]})[0] == "other"

@@ -12,6 +12,7 @@ Some of them run the answer as code (`EVALUATED`), and a few give reward for not
 """
 
 import functools
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -50,16 +51,17 @@ _KEYWORDS = ("lambda", "import", "for", "if", "while", "yield", "await", "async"
 
 
 @functools.cache
-def scorer(name: str):
-    return reasoning_gym.get_score_answer_fn(name)
+def scorer(name: str, config: str = "{}"):
+    """The scorer of a data set made with a config, as JSON: some look at it."""
+    return reasoning_gym.create_dataset(name, size=1, seed=0, **json.loads(config)).score_answer
 
 
 def entry_of(problem: Mapping[str, Any]) -> tuple[str, dict]:
-    """Name of the data set, and the entry as the library made it, from `metadata.entry`."""
+    """Name of the data set, from `metadata.gym`, and the entry as the library made it, from `metadata.entry`."""
     entry = problem["metadata"].get("entry")
     if not isinstance(entry, dict) or not isinstance(entry.get("metadata"), dict):
         raise ValueError("metadata.entry: found none, need an entry of reasoning-gym with its metadata")
-    return problem["metadata"].get("dataset") or entry["metadata"].get("source_dataset") or problem["kind"], entry
+    return problem["metadata"].get("gym") or entry["metadata"].get("source_dataset") or problem["kind"], entry
 
 
 def score(text: str, problem: Mapping[str, Any], mark: str, partial: bool) -> float:
@@ -74,7 +76,7 @@ def score(text: str, problem: Mapping[str, Any], mark: str, partial: bool) -> fl
         return 0.0
     if name == "puzzle24" and sorted(map(int, re.findall(r"\d+", answer))) != sorted(entry["metadata"]["numbers"]):
         return 0.0
-    value = float(scorer(name)(answer, entry))
+    value = float(scorer(name, json.dumps(problem["metadata"].get("config") or {}, sort_keys=True))(answer, entry))
     if not 0 <= value <= 1:
         raise ValueError(f"score_answer of {name}: found {value}, need a number in [0, 1]")
     return value if partial else math.floor(value)
