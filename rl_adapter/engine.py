@@ -3,7 +3,7 @@
     prefill   chunks of text into pages of the cache, and the first token after them for every completion of a prompt
     decode    some tokens of every slot, in one loop on the device: no host in between
 
-Who gets which slot and page is `rollout`'s business.
+Who gets which slot and page is `scheduler`'s business.
 """
 
 import dataclasses

@@ -248,7 +248,11 @@ def need(spec: Spec, base: Base, config: ConfigDict, mesh: AbstractMesh) -> Need
     )
     spare = lambda x: int(x * (1 + SPARE))
     weights = on_device(base, meshes.base_shardings(mesh, base))
-    return Need(weights, adapters, 2 * adapters, cache, spare(sampling + copies), spare(training + 3 * adapters + copies))
+    critic = config.advantage.estimator == "gae"
+    # Beside the policy's: those that sample behind it, and those of a critic, a reference and a reward model.
+    others = r.max_staleness + critic + bool(config.loss.reference) + bool(config.reward.model.weight)
+    kept = Need(weights, adapters * (1 + others), 2 * adapters * (1 + critic), cache, 0, 0)
+    return dataclasses.replace(kept, sampling=spare(sampling + copies), training=spare(training + 3 * adapters + copies))
 
 
 def sampling_temporaries(model: models.Model, base: Base, mesh: AbstractMesh, lay: engine.Layout, group: int) -> int:

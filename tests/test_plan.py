@@ -211,3 +211,14 @@ def test_verdicts_and_table(monkeypatch):
     text = io.StringIO()
     found = plan.run(config, console=Console(file=text, width=100))
     assert f"{found.weights / plan.GB:.2f}" in text.getvalue() and "126.9 GB that JAX takes" in text.getvalue()
+
+
+def test_what_an_algorithm_keeps_beside_the_policy():
+    """A critic has an adapter and moments of its own; rollouts that are behind keep what sampled them."""
+    config, spec, base = small()
+    mesh = plan.abstract_mesh(config, 2)
+    plain = plan.need(spec, base, config, mesh)
+    critic = plan.need(spec, base, configs.override(config, {"advantage.estimator": "gae"}), mesh)
+    assert (critic.adapters, critic.optimizer) == (2 * plain.adapters, 2 * plain.optimizer)
+    behind = plan.need(spec, base, configs.override(config, {"rollout.max_staleness": 3}), mesh)
+    assert (behind.adapters, behind.optimizer) == (4 * plain.adapters, plain.optimizer)
