@@ -96,12 +96,14 @@ def part(tree: PyTree, rows: Array, mesh) -> PyTree:
 
 def over(of_part: Callable[[Array], PyTree], combine: Callable[[PyTree, PyTree], PyTree], rows: Array, count: Array) -> PyTree:
     """`of_part(rows[i])` of the first `count` microbatches, combined; it starts from zeros."""
+    of_part = jax.jit(of_part)  # so that it is traced once, for its shapes and in the loop
     zeros = _zeros(jax.eval_shape(of_part, rows[0]))
     return jax.lax.fori_loop(0, count, lambda i, carry: combine(carry, of_part(rows[i])), zeros)
 
 
 def by_prompt(of_part: Callable[[Array], tuple[PyTree, PyTree]], prompts: int, rows: Array, count: Array) -> tuple[PyTree, PyTree]:
     """`of_part` gives arrays with a microbatch's prompts in front, and arrays to add up: the former of all `prompts`, the latter's sums."""
+    of_part = jax.jit(of_part)
     like, sums = jax.eval_shape(of_part, rows[0])
     whole = jax.tree.map(lambda s: jax.ShapeDtypeStruct((prompts, *s.shape[1:]), s.dtype), like)
 
