@@ -4,7 +4,9 @@
     python launch.py --mode=sweep --config=experiments/algorithms.py --workdir=runs/algorithms --config.steps=12
     python -m experiments.learning_table runs/algorithms                                the sweep as a table, with intervals
 
-Hardware: 2 CPU cores. Learning rates are of LoRA, and were not tuned for any of them.
+Hardware: 2 CPU cores. Learning rates are of LoRA, and were not tuned for any of them. Where a step makes one update, all ratios are 1 when
+it is made, so clips do nothing: set `optimizer.minibatches` or `epochs` for them to act. The clip of gspo is ten times as wide as the
+paper's, whose steps make many updates.
 """
 
 from typing import Any

@@ -159,7 +159,9 @@ def validate(config: ConfigDict) -> None:
 
 
 def _validate_algorithm(config: ConfigDict) -> None:
-    """What of advantages, losses and rollouts does not go together."""
+    """What of advantages, losses and rollouts does not go together, or would do nothing."""
+    if config.objective != "rl":
+        return _validate_offline(config)
     a, lo, r = config.advantage, config.loss, config.rollout
     preference = lo.kind in ("dpo", "ipo")
     if r.group < 2 and (preference or r.tries > 1 or a.estimator in OF_GROUPS):
@@ -173,10 +175,27 @@ def _validate_algorithm(config: ConfigDict) -> None:
         raise ValueError(f"loss.kind: found {lo.kind!r} with advantages by {a.estimator} or loss.correction, which pairs do not have")
     if lo.kind == "gspo" and lo.aggregation != "sequence":
         raise ValueError(f"loss.aggregation: found {lo.aggregation!r}, need 'sequence' for loss.kind = gspo: a ratio is a completion's")
-    if lo.kind == "gspo" and (a.estimator in ("gae", "distill", "reinforce_pp") or lo.kl_in == "reward"):
+    of_tokens = a.estimator in ("gae", "distill", "reinforce_pp") or lo.kl_in == "reward" or lo.correction != "none"
+    if lo.kind == "gspo" and of_tokens:
         raise ValueError("loss.kind: found 'gspo', need 'gspo_token' for advantages that differ within a completion")
+    if a.estimator == "distill" and lo.kl and lo.kl_in == "reward":
+        raise ValueError("loss.kl_in: found 'reward' with advantage.estimator = distill, whose reward is that already; need 'loss'")
+    if a.estimator == "distill" and not (lo.reference or config.adapter.init):
+        raise ValueError("loss.reference: found '' with advantage.estimator = distill, need a teacher: the student begins as the base")
     if config.critic.warmup_steps >= config.steps and a.estimator == "gae":
         raise ValueError(f"critic.warmup_steps: found {config.critic.warmup_steps}, need less than steps = {config.steps}")
+
+
+def _validate_offline(config: ConfigDict) -> None:
+    """Learning from given completions makes one update a step, and has no rollouts."""
+    wanted = {"optimizer.minibatches": 1, "optimizer.epochs": 1, "rollout.max_staleness": 0, "rollout.tries": 1}
+    wanted |= {"loss.kl_in": "loss"} | ({"loss.kl": 0.0} if config.objective in ("sft", "reward") else {})
+    fields = flatten(config)
+    for field, value in wanted.items():
+        if fields[field] != value:
+            raise ValueError(f"{field}: found {fields[field]!r} with objective = {config.objective}, need {value!r}: it would do nothing")
+    if config.advantage.estimator == "gae":
+        raise ValueError(f"advantage.estimator: found 'gae' with objective = {config.objective}, which has no advantages; need another")
 
 
 def _validate_data(data: ConfigDict) -> None:

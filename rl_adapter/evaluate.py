@@ -166,6 +166,8 @@ def _cell(row: dict, key: str, sign: str = "") -> str:
 
 def check_run(config: ConfigDict, directory: pathlib.Path) -> None:
     """Raises where there is no adapter: neither a run's nor one to start from."""
+    if config.objective == "reward":
+        raise ValueError("objective: found 'reward', whose run has no policy, need another; its result is for reward.model.path")
     if not (directory / "checkpoints").is_dir() and not config.adapter.init:
         raise ValueError(f"--workdir: found no checkpoints in {directory}; train there first (--mode=train), or give an --adapter")
 

@@ -35,7 +35,8 @@ def learn(
     previous = (*state.previous, jax.tree.map(jnp.copy, state.adapter))[-n:] if n else ()
     # An update takes all arrays of the state that it gets.
     critic, state = state.critic, state.replace(previous=(), critic=None)
-    loads = None if reference is None else reference.loads
+    # An update on pairs is of other tokens than were scored.
+    loads = None if reference is None or config.loss.kind in loss.PREFERENCE else reference.loads
     reference = None if reference is None else reference.scored
     updates = []
     if critic is None or step >= config.critic.warmup_steps:

@@ -167,7 +167,8 @@ def preference(cfg: Loss, scored: Array, reference: Array, weight: Array) -> Ter
 
     Args:
         scored, reference: [P, 2, C] logprob at temperature 1 of the chosen and the rejected completion.
-        weight: [P, 2, C]: of its tokens that count, all the same: the pair's share. 0: not of the pair.
+        weight: [P, 2, C]: of its tokens that count, all the same: the pair's share. 0: not of the pair. So a KL or an entropy beside it is
+            a sum over the pair's tokens, not a mean.
     """
     mask = weight > 0
     of_pair = jnp.max(weight, (1, 2))

@@ -22,7 +22,7 @@ from rl_adapter.files import write_atomically
 from rl_adapter.hub import scalars
 from rl_adapter.types import Rollout
 
-EVALUATED = 32  # held-out records at a time
+EVALUATED = 32  # held-out records at a time, at least
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
@@ -42,6 +42,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
     ) as saved:
         start = saved.latest() or 0
+        if start > config.steps:
+            raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
         state = sessions.place(session, new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
@@ -146,9 +148,10 @@ def measured(config: ConfigDict, session: sessions.Session, held_out: Given, ada
     """Of held-out records: how likely is what is to be imitated, or how many pairs are told apart."""
     n, (model, base, tokens) = len(held_out), (session.model, session.base, config.optimizer.microbatch_tokens)
     logprobs = lambda adapter, r: np.asarray(scoring.score_all(model, base, adapter, r, 1.0, tokens).scored)
-    gains, sizes = [], []
-    for first in range(0, n, EVALUATED):
-        r = held_out.rollout(np.arange(first, first + EVALUATED) % n)  # the last is filled up from the front, to one shape
+    gains, sizes, shards = [], [], meshes.row_shards(model.mesh)
+    at_once = -(-EVALUATED // shards) * shards
+    for first in range(0, n, at_once):
+        r = held_out.rollout(np.arange(first, first + at_once) % n)  # the last is filled up from the front, to one shape
         placed = jax.device_put(r, meshes.rows(model.mesh))
         if config.objective == "reward":
             gain = scalar.score_all(model, base, adapter, placed, session.tokenizer.stop_ids[0], tokens)

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rl_adapter import config as config_lib
-from rl_adapter import config_check, monitor, train
+from rl_adapter import config_check, monitor, offline, train
 from rl_adapter.files import write_atomically
 
 Point = Mapping[str, Any]  # {dotted key of the config: value}
@@ -49,9 +49,8 @@ def run(config: ConfigDict, hyper: Sequence[Point], workdir: str | os.PathLike, 
       config: what the points are set upon.
       hyper: the points.
       workdir: holds sweep.csv and a directory a point.
-      train_run: called as `train_run(config, directory)`; `train.run`, unless a test passes another.
+      train_run: called as `train_run(config, directory)`; that of the point's `objective`, unless a test passes another.
     """
-    train_run = train_run or train.run
     workdir = pathlib.Path(workdir)
     points = []
     for index, point in enumerate(hyper):  # all checked before the first one costs an hour
@@ -68,7 +67,8 @@ def run(config: ConfigDict, hyper: Sequence[Point], workdir: str | os.PathLike, 
         status = "finished"
         if not monitor.finished(directory, point_config):
             try:
-                train_run(point_config, directory)
+                learn = train_run or (train.run if point_config.objective == "rl" else offline.run)
+                learn(point_config, directory)
             except FloatingPointError as error:
                 status = f"diverged: {error}"
         table.append({"point": directory.name, "status": status, **point, **(monitor.summary(directory) or {})})

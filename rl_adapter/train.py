@@ -26,6 +26,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         ValueError: bad input, before anything compiles.
         FloatingPointError: a loss or gradient is not finite; names the step. The last good checkpoint is kept.
     """
+    if config.objective != "rl":
+        raise ValueError(f"objective: found {config.objective!r}, need 'rl' here: what learns from given completions is `offline.run`")
     started = time.monotonic()
     workdir = pathlib.Path(workdir)
     if monitor.finished(workdir, config) and not override_identity:

@@ -92,6 +92,14 @@ def test_names_in_the_config_are_those_of_the_modules():
         ({"loss.kind": "gspo", "loss.aggregation": "sequence", "advantage.estimator": "gae"}, "loss.kind: found 'gspo', need 'gspo_token'"),
         ({"loss.kind": "ipo", "loss.kl_in": "reward"}, "loss.kl_in: found 'reward' with loss.kind = ipo"),
         ({"loss.kind": "dpo", "loss.correction": "icepop"}, "loss.kind: found 'dpo'"),
+        ({"loss.kind": "gspo", "loss.aggregation": "sequence", "loss.correction": "masked"}, "loss.kind: found 'gspo', need 'gspo_token'"),
+        ({"advantage.estimator": "distill"}, "loss.reference: found '' with advantage.estimator = distill, need a teacher"),
+        ({"objective": "sft", "optimizer.epochs": 2}, "optimizer.epochs: found 2 with objective = sft, need 1"),
+        ({"objective": "dpo", "optimizer.minibatches": 2}, "optimizer.minibatches: found 2 with objective = dpo"),
+        ({"objective": "sft", "loss.kl": 0.1}, "loss.kl: found 0.1 with objective = sft"),
+        ({"objective": "ipo", "loss.kl_in": "reward"}, "loss.kl_in: found 'reward' with objective = ipo"),
+        ({"objective": "reward", "rollout.max_staleness": 1}, "rollout.max_staleness: found 1 with objective = reward"),
+        ({"objective": "dpo", "advantage.estimator": "gae"}, "advantage.estimator: found 'gae' with objective = dpo"),
         ({"advantage.overlong_buffer": 99}, "advantage.overlong_buffer: found 99"),
         ({"advantage.estimator": "gae", "critic.warmup_steps": 6}, "critic.warmup_steps: found 6"),
     ],
@@ -100,6 +108,7 @@ def test_what_does_not_go_together(changes, message):
     with pytest.raises(ValueError, match=message):
         config_check.validate(make_config("", **changes))
     config_check.validate(make_config("", **{"rollout.group": 1, "advantage.estimator": "reinforce_pp"}))
+    config_check.validate(make_config("", **{"rollout.group": 1, "objective": "dpo"}))
 
 
 # Through the loop
@@ -150,6 +159,7 @@ def test_algorithms_through_the_loop(base, tmp_path, monkeypatch, name):
     elif name == "router":
         assert all(row["mismatch/max_abs_logprob_diff"] == 0 for row in rows)
     else:
+        assert not any("moe/load_shift_from_base" in row for row in rows)  # of other tokens than the base's
         assert rows[0]["preference/accuracy"] == 0 and rows[0]["preference/margin"] == 0 and rows[-1]["preference/margin"] != 0
 
 

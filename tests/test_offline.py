@@ -8,7 +8,7 @@ import pytest
 from quick import quickly
 from test_train import make_config, write_base
 
-from rl_adapter import monitor, offline, train
+from rl_adapter import evaluate, export, monitor, offline, sweep, train
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,11 @@ def test_it_resumes_to_the_bit_and_a_judge_rewards(base, data, tmp_path):
         offline.run(config_of(base, data, "reward"), tmp_path / "parts")
         rows = [[monitor.timeless(row) for row in monitor.rows(tmp_path / name)] for name in ("whole", "parts")]
         assert rows[0] == rows[1] and len(rows[0]) == 12
+        with pytest.raises(ValueError, match="^steps: found 5, need at least the 12 "):
+            offline.run(config_of(base, data, "reward", steps=5), tmp_path / "whole")
+        for mode in (lambda *args: export.run(*args, "per-expert"), evaluate.run):
+            with pytest.raises(ValueError, match="^objective: found 'reward', whose run has no policy"):
+                mode(config_of(base, data, "reward"), tmp_path / "whole")
         files = [(tmp_path / name / "reward_model/reward_model.safetensors").read_bytes() for name in ("whole", "parts")]
         assert files[0] == files[1]
         judged = {"reward.exact.weight": 0.0, "reward.model.weight": 1.0, "reward.model.path": str(tmp_path / "whole/reward_model")}
@@ -62,6 +67,23 @@ def test_it_resumes_to_the_bit_and_a_judge_rewards(base, data, tmp_path):
     means = [row["reward/part/model"] for row in monitor.rows(tmp_path / "policy")]
     assert np.mean(means[-2:]) > np.mean(means[:2]) + 0.1
     assert all(row["reward/mean"] == pytest.approx(row["reward/part/model"], abs=1e-5) for row in monitor.rows(tmp_path / "policy"))
+
+
+def test_rows_may_be_split_any_number_of_ways(base, data, tmp_path):
+    with quickly():
+        summary = offline.run(config_of(base, data, "sft", steps=1, **{"mesh.data": 3, "rollout.prompts": 6}), tmp_path)
+    assert summary["eval/nll"] > 0
+
+
+def test_a_sweep_learns_by_each_points_objective(base, data, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(offline, "run", lambda config, directory: called.append(config.objective))
+    monkeypatch.setattr(train, "run", lambda config, directory: called.append("rl"))
+    sweep.run(config_of(base, data, "dpo"), [{"seed": 1}, {"objective": "reward"}, {"objective": "rl"}], tmp_path)
+    assert called == ["dpo", "reward", "rl"]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="^objective: found 'dpo', need 'rl' here"):
+        train.run(config_of(base, data, "dpo"), tmp_path)
 
 
 def test_what_does_not_fit_is_said_before_anything_compiles(base, data, tmp_path):
