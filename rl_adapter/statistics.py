@@ -24,9 +24,9 @@ def pass_at(solved: np.ndarray) -> np.ndarray:
       [P, n]: k = 1 .. n. The mean over problems is the estimate.
     """
     n = _checked(solved)
+    counts, of = np.unique(np.asarray(solved, bool).sum(1), return_inverse=True)
     # Of integers, so exact but for one rounding.
-    of_count = [[1 - math.comb(n - c, k) / math.comb(n, k) for k in range(1, n + 1)] for c in range(n + 1)]
-    return np.array(of_count)[np.asarray(solved, bool).sum(1)]
+    return np.array([[1 - math.comb(n - c, k) / math.comb(n, k) for k in range(1, n + 1)] for c in counts.tolist()])[of]
 
 
 def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray) -> np.ndarray:
