@@ -46,7 +46,8 @@ def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray
     if [len(row) for row in answers] != [n] * len(values):
         raise ValueError(f"answers: found {len(answers)} rows, need {len(values)} of {n} each, as values")
     subsets = np.array([float(math.comb(n, k)) for k in range(1, n + 1)])
-    return np.array([_majority(row, worth) / subsets for row, worth in zip(answers, np.asarray(values, np.float64))])
+    found = np.array([_majority(row, worth) / subsets for row, worth in zip(answers, np.asarray(values, np.float64))])
+    return np.clip(found, min(0.0, np.min(values)), max(0.0, np.max(values)))  # rounding may pass a share's bounds
 
 
 def _majority(answers: Sequence[Hashable | None], values: np.ndarray) -> np.ndarray:
