@@ -69,11 +69,11 @@ def test_many_completions_stay_exact(n):
         np.testing.assert_allclose(solved[k - 1], needed, rtol=1e-15)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=70))
+@pytest.mark.parametrize("answers", [2, 3, 30])
 def test_shares_stay_shares(answers):
-    """To the bit, or their interval would be another one."""
-    found = statistics.majority_at([answers], np.ones((1, len(answers))))
+    """To the bit, or their interval would be another one; with so many completions rounding would pass 1."""
+    rows = np.random.default_rng(0).integers(0, answers, (3, 128)).tolist()
+    found = statistics.majority_at(rows, np.ones((3, 128)))
     assert (found <= 1).all() and found.min() > 1 - 1e-12
 
 
