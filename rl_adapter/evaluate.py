@@ -123,7 +123,7 @@ def measures(config: ConfigDict, session: sessions.Session, data: sessions.Data,
     rewards, texts = sampled(config, session, data, adapter)
     answer = answer_of(config)
     answers = [[answer(text, problem) for text in row] for row, problem in zip(texts, data.problems)]
-    solved = rewards >= config.eval.solved
+    solved = rewards >= np.float32(config.eval.solved)  # as rewards are kept: 0.7 is less than 0.7 in float64
     found[f"mean@{n}"] = rewards.mean(1, dtype=np.float64)
     ks = config.eval.k or sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
     for name, of_k in {"pass": statistics.pass_at(solved), "maj": statistics.majority_at(answers, solved)}.items():

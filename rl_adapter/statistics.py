@@ -24,9 +24,9 @@ def pass_at(solved: np.ndarray) -> np.ndarray:
       [P, n]: k = 1 .. n. The mean over problems is the estimate.
     """
     n = _checked(solved)
+    counts, of = np.unique(np.asarray(solved, bool).sum(1), return_inverse=True)
     # Of integers, so exact but for one rounding.
-    of_count = [[1 - math.comb(n - c, k) / math.comb(n, k) for k in range(1, n + 1)] for c in range(n + 1)]
-    return np.array(of_count)[np.asarray(solved, bool).sum(1)]
+    return np.array([[1 - math.comb(n - c, k) / math.comb(n, k) for k in range(1, n + 1)] for c in counts.tolist()])[of]
 
 
 def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray) -> np.ndarray:
@@ -46,7 +46,8 @@ def majority_at(answers: Sequence[Sequence[Hashable | None]], values: np.ndarray
     if [len(row) for row in answers] != [n] * len(values):
         raise ValueError(f"answers: found {len(answers)} rows, need {len(values)} of {n} each, as values")
     subsets = np.array([float(math.comb(n, k)) for k in range(1, n + 1)])
-    return np.array([_majority(row, worth) / subsets for row, worth in zip(answers, np.asarray(values, np.float64))])
+    found = np.array([_majority(row, worth) / subsets for row, worth in zip(answers, np.asarray(values, np.float64))])
+    return np.clip(found, min(0.0, np.min(values)), max(0.0, np.max(values)))  # rounding may pass a share's bounds
 
 
 def _majority(answers: Sequence[Hashable | None], values: np.ndarray) -> np.ndarray:

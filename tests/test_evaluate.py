@@ -33,12 +33,12 @@ def test_kinds_are_shown_as_they_are(kind, tmp_path, capsys, monkeypatch):
 def test_measures_of_completions_that_are_known(monkeypatch):
     """mean@n of rewards; pass@k and maj@k of those that are high enough, by the answers that the reward reads."""
     texts = [["Answer: 2", "Answer: 2.", "Answer: 3", "hm"], ["Answer: 5", "Answer: 6", "Answer: 6", "Answer: 6"]]
-    rewards = np.array([[1, 1, 0.1, 0], [1, 0.1, 0.1, 0.1]], np.float32)
+    rewards = np.array([[1, 1, 0.1, 0], [1, 0.7, 0.7, 0.7]], np.float32)
     data = types.SimpleNamespace(problems=[Problem(0, "1+1?", "2", "a"), Problem(1, "2+3?", "5", "b")])
     monkeypatch.setattr(evaluate, "greedy", lambda *_: (np.array([1.0, 0.0], np.float32), ["", ""]))
     monkeypatch.setattr(evaluate, "sampled", lambda *_: (rewards, texts))
     found = evaluate.measures(config_lib.override(config_lib.default(), {"eval.samples": 4}), None, data, None)
-    needed = {"greedy": [1, 0], "mean@4": [0.525, 0.325], "pass@1": [1 / 2, 1 / 4], "pass@2": [5 / 6, 1 / 2], "pass@4": [1, 1]}
+    needed = {"greedy": [1, 0], "mean@4": [0.525, 0.775], "pass@1": [1 / 2, 1 / 4], "pass@2": [5 / 6, 1 / 2], "pass@4": [1, 1]}
     needed |= {"maj@1": [1 / 2, 1 / 4], "maj@2": [(1 + 2 * 1 / 2 + 2) / 6, 3 / 2 / 6], "maj@4": [1, 0]}
     assert list(found) == list(needed)
     for name, values in needed.items():
@@ -48,9 +48,10 @@ def test_measures_of_completions_that_are_known(monkeypatch):
         (k, n, m) for k, n in (("", 2), ("a", 1), ("b", 1)) for m in needed
     ]
     assert {row["measure"]: row["change"] for row in rows if not row["kind"]} == {name: 0.5 * (name == "maj@4") for name in needed}
-    config = config_lib.override(config_lib.default(), {"eval.samples": 4, "eval.k": (3,), "eval.solved": 0.1})
+    config = config_lib.override(config_lib.default(), {"eval.samples": 4, "eval.k": (3,), "eval.solved": 0.7})
     lower = evaluate.measures(config, None, data, None)
     assert list(lower) == ["greedy", "mean@4", "pass@3", "maj@3"] and lower["pass@3"].tolist() == [1, 1]
+    np.testing.assert_allclose(lower["maj@3"], [3 / 4, 1])
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,14 @@ def test_many_completions_stay_exact(n):
         np.testing.assert_allclose(solved[k - 1], needed, rtol=1e-15)
 
 
+@pytest.mark.parametrize("answers", [2, 3, 30])
+def test_shares_stay_shares(answers):
+    """To the bit, or their interval would be another one; with so many completions rounding would pass 1."""
+    rows = np.random.default_rng(0).integers(0, answers, (3, 128)).tolist()
+    found = statistics.majority_at(rows, np.ones((3, 128)))
+    assert (found <= 1).all() and found.min() > 1 - 1e-12
+
+
 def test_what_does_not_fit_is_refused():
     for function in (statistics.pass_at, lambda values: statistics.majority_at([["a"] * 4] * 3, values)):
         for shape in ((3,), (3, 0), (3, statistics.LARGEST + 1)):
