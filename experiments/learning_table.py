@@ -18,16 +18,6 @@ from rl_adapter import monitor
 
 # Student's t, two-sided 95 %, by degrees of freedom; of more, those of the last, which is a little too wide.
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-}  # Student's t, two-sided 95 %, by degrees of freedom
 
 
 def rows(workdir: pathlib.Path) -> list[dict]:

@@ -219,7 +219,14 @@ def python_paths() -> tuple[str, ...]:
 def _shown(reads: Sequence[str]) -> list[tuple[str, str]]:
     """(where it lies, where it is shown), folders before what lies in them."""
     paths = {path for path in (*SYSTEM, *python_paths(), *reads) if path != "/" and os.path.exists(path)}
+    paths = {inside for path in paths for inside in _open_to_all(path)}
     return [(os.path.realpath(path), path) for path in sorted(paths, key=lambda p: (p.count("/"), p))]
+
+
+def _open_to_all(path: str) -> list[str]:
+    """The path; of a folder that only its owner may enter, such as one of `mktemp -d`, what lies in it: the program is another user."""
+    closed = os.path.isdir(path) and os.stat(path).st_mode & 0o005 != 0o005
+    return [os.path.join(path, name) for name in os.listdir(path)] if closed else [path]
 
 
 def _bubblewrap(limits: Limits, shown: list[tuple[str, str]], uid: int | None) -> list[str]:

@@ -240,3 +240,13 @@ def test_without_a_sandbox_that_works_there_is_an_error_that_says_what_to_instal
     ):
         sandbox.describe()
     sandbox._chosen.cache_clear()
+
+
+def test_an_interpreter_in_a_folder_of_its_owner_alone(kind, tmp_path):
+    """As in a virtual environment that `mktemp -d` made the folder of: what only root may enter, the program's user must read."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "open").mkdir()
+    (closed / "open/said").write_text("hello")
+    found = sandbox.run(["/bin/cat", str(closed / "open/said")], reads=[str(closed)], kind=kind)
+    assert found.stdout == b"hello"
