@@ -56,7 +56,7 @@ class Place:
 
     def moved(self, mesh: jax.sharding.Mesh) -> "Place":
         base = jax.device_put(self.base, meshes.base_shardings(mesh, self.base))
-        adapter = jax.device_put(self.adapter, meshes.adapter_shardings(mesh, self.adapter))
+        adapter = meshes.place(mesh, self.adapter)
         return Place(dataclasses.replace(self.model, mesh=mesh), base, adapter)
 
 
@@ -176,7 +176,7 @@ def random_adapter(config: ConfigDict, session: sessions.Session) -> lora.Adapte
     random = tree.unflatten([SIZE_OF_B * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)])
     is_pair = lambda x: isinstance(x, lora.Lora)
     filled = jax.tree.map(lambda pair, other: pair.replace(b=other.b), adapter, random, is_leaf=is_pair)
-    return jax.device_put(filled, meshes.adapter_shardings(session.model.mesh, filled))
+    return meshes.place(session.model.mesh, filled)
 
 
 def decode(place: Place, sampling: Sampling, batch: Batch, seed: int) -> tuple[Rollout, Seen]:

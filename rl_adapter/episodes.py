@@ -39,7 +39,7 @@ class Setting:
     @property
     def talks(self) -> bool:
         """Whether any environment answers: if not, the engine needs no `respond`, and its programs are smaller."""
-        return not all(isinstance(e, SingleTurn) for e in self.environments.values())
+        return talk(self.environments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Episode:
     @property
     def turns(self) -> int:
         return len(self.texts)
+
+
+def talk(environments: Mapping[str, Environment]) -> bool:
+    """Whether any of them answers the policy."""
+    return not all(isinstance(e, SingleTurn) for e in environments.values())
 
 
 def variables(environment: Environment) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, play, scalar, statistics, update
+from rl_adapter import checkpoint, engine, lora, monitor, play, statistics, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
@@ -194,9 +194,7 @@ def new_state(config: ConfigDict, session: sessions.Session) -> update.State:
     previous = tuple(jax.tree.map(jnp.copy, state.adapter) for _ in range(config.rollout.max_staleness))
     critic = None
     if config.advantage.estimator == "gae":
-        key = jax.random.key(config.seed ^ 0x5CA1A2)
-        model = session.model
-        critic = update.start(critic_optimizer(config)[0], scalar.init(model.adapter, session.base, model.spec.d_model, key))
+        critic = update.start(critic_optimizer(config)[0], sessions.new_scalar(session, config.seed ^ 0x5CA1A2))
     return state.replace(previous=previous, critic=critic)
 
 

@@ -117,18 +117,16 @@ def policy_updates(config, session, state, tx, r: Rollout, mask, advantages, ref
     aggregation, longest = config.loss.aggregation, config.rollout.max_new_tokens
     if config.loss.kind in loss.PREFERENCE:
         r, reference, weights_of = *pairs(r, reference, rewards, mask), pair_weights
-        mask = np.asarray(r.drawn)
-        advantages = np.zeros(mask.shape, np.float32)
+        mask, advantages = np.asarray(r.drawn), None
     else:
         weights_of = lambda some: loss.token_weights(some, aggregation, longest)
     of_router = objective.cfg.balance or objective.cfg.router_z
     updates = []
     for _ in range(config.optimizer.epochs):
         for some in parts(config, len(mask)):
-            weight, a = jax.device_put((weights_of(mask[some]), advantages[some]), meshes.rows(model.mesh))
-            whole = update.Batch(r, r.drawn, r.tempered_logprobs, reference)  # placeholders of the right shapes, for `take`
-            batch = whole if config.optimizer.minibatches == 1 else microbatch.take(whole, some)
-            batch = batch.replace(weight=weight, advantage=a)
+            arrays = weights_of(mask[some]), None if advantages is None else advantages[some]
+            mine, of_reference = (r, reference) if config.optimizer.minibatches == 1 else microbatch.take((r, reference), some)
+            batch = update.Batch(mine, *jax.device_put(arrays, meshes.rows(model.mesh)), of_reference)
             experts = update.sampled_experts(model.spec.experts, batch.rollout) if of_router else None
             state, metrics = update.update(model, tx, objective, _tokens(config), session.base, state, batch, experts)
             updates.append(metrics)

@@ -49,10 +49,6 @@ def from_config(c) -> Loss:
     return Loss(c.kind, c.clip_low, c.clip_high, in_loss, c.kl_estimator, c.entropy, c.beta, c.balance, c.router_z)
 
 
-def of_kind(cfg: Loss, kind: str) -> Loss:
-    return dataclasses.replace(cfg, kind=kind)
-
-
 # Weights and importance, on the host, before an update
 
 

@@ -77,6 +77,11 @@ def base_shardings(mesh: Mesh, base: Base) -> Base:
     return jax.tree_util.tree_map_with_path(place, base)
 
 
+def place(mesh: Mesh, adapter: PyTree) -> PyTree:
+    """An adapter, or a whole state of training, where it lives."""
+    return jax.device_put(adapter, adapter_shardings(mesh, adapter))
+
+
 _AXES = {  # weight -> (axis of its qvalue [.., G, g, N] and scale [.., G, N] that is split, mesh axes)
     **dict.fromkeys(("q", "k", "v", "q_b", "mlp_gate", "mlp_up", "head"), (-1, ("model",))),
     **dict.fromkeys(("k_up", "v_up"), (1, ("model",))),

@@ -4,7 +4,7 @@ The same program as in reinforcement learning computes the updates; what is trai
 `--mode=export` take, or of `reward` an adapter with a head, which `reward.model.path` takes.
 """
 
-import json
+import dataclasses
 import os
 import pathlib
 import time
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rl_adapter import checkpoint, evaluate, learn, lora, loss, monitor, runtime, scalar, scoring, update
+from rl_adapter import evaluate, learn, lora, loss, monitor, runs, runtime, scalar, scoring, update
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.data import iterator, offline
-from rl_adapter.files import write_atomically
 from rl_adapter.hub import scalars
 from rl_adapter.types import Rollout
 
@@ -28,9 +27,8 @@ EVALUATED = 32  # held-out records at a time, at least
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
     """Train in `workdir`, from its last checkpoint if it has one. Returns what summary.json holds. Raises as `train.run`."""
     started, workdir = time.monotonic(), pathlib.Path(workdir)
-    if monitor.finished(workdir, config) and not override_identity:
-        print(f"{workdir} holds a finished run of this config; its summary:\n{json.dumps(monitor.summary(workdir), indent=1)}")
-        return monitor.summary(workdir)
+    if not override_identity and (summary := runs.finished(config, workdir)):
+        return summary
     session = sessions.open_session(config)
     train, held_out = (open_given(config, session, split) for split in ("train", "eval"))
     if len(train) < config.rollout.prompts:
@@ -38,21 +36,15 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     batches = iterator.from_config(config.data, train.sources, config.rollout.prompts)
     tx, schedule = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
-    with checkpoint.Checkpoints(
-        workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
-    ) as saved:
-        start = saved.latest() or 0
-        if start > config.steps:
-            raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
-        state = sessions.place(session, new_state(config, session))
+    with runs.checkpoints(config, workdir, identity, override_identity) as saved:
+        start = runs.first_step(config, workdir, saved)
+        state = meshes.place(session.model.mesh, new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
-        about = {"trained_parameters": lora.count(state.adapter), "base": session.report, "mesh": dict(session.model.mesh.shape)}
-        with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
-            log.note("\n".join(split.report.text() for split in (train, held_out)))
-            write_atomically(workdir / "data_report.json", json.dumps([s.report.as_json() for s in (train, held_out)], indent=1))
-            log.note(f"trained parameters: {lora.count(state.adapter):,}" + (f"  resuming after step {start}" if start else ""))
+        trained = lora.count(state.adapter)
+        with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=runs.about(session, trained)) as log:
+            runs.begin(log, workdir, (train.report, held_out.report), trained, start)
             for step in range(start, config.steps):
                 began, compiled = time.monotonic(), runtime.compilations()
                 r = train.rollout(next(batches))
@@ -68,14 +60,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             saved.wait()
             if config.objective == "reward":
                 scalars.save(workdir / "reward_model", state.adapter, session.model.adapter, session.digest)
-            summary = found | {
-                "wall_s": time.monotonic() - started,
-                "steps": config.steps,
-                "trained_parameters": lora.count(state.adapter),
-                "base_digest": session.digest,
-                "compilations": runtime.compilations(),
-                "compile_s": runtime.compile_seconds(),
-            }
+            summary = found | runs.totals(config, session, trained, started)
             log.finish(summary)
     return summary
 
@@ -116,13 +101,12 @@ def open_given(config: ConfigDict, session: sessions.Session, split: str) -> Giv
 def new_state(config: ConfigDict, session: sessions.Session) -> update.State:
     if config.objective != "reward":
         return evaluate.new_state(config, session)
-    model, key = session.model, jax.random.key(config.seed)
-    return update.start(evaluate.optimizer(config)[0], scalar.init(model.adapter, session.base, model.spec.d_model, key))
+    return update.start(evaluate.optimizer(config)[0], sessions.new_scalar(session, config.seed))
 
 
 def objective_of(config: ConfigDict):
-    cfg = loss.from_config(config.loss)
-    return update.Preference() if config.objective == "reward" else update.Policy(loss.of_kind(cfg, config.objective))
+    cfg = dataclasses.replace(loss.from_config(config.loss), kind=config.objective)
+    return update.Preference() if config.objective == "reward" else update.Policy(cfg)
 
 
 def one_update(config: ConfigDict, session: sessions.Session, tx, state: update.State, r: Rollout) -> tuple[update.State, dict]:

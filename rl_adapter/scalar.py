@@ -9,7 +9,6 @@ import numpy as np
 from flax import struct
 
 from rl_adapter import lora, microbatch, scoring
-from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, Rollout
 
@@ -56,7 +55,7 @@ def _values_all(model, size: int, base: Base, scalar: Scalar, r: Rollout, rows: 
 
 def values_all(model: models.Model, base: Base, scalar: Scalar, r: Rollout, tokens: int = 0) -> Array:
     """`values` of a whole batch, in microbatches of about `tokens`."""
-    planned = microbatch.plan(scoring.on_host(r), meshes.row_shards(model.mesh), tokens)
+    planned = scoring.plan(model, r, tokens)
     return _values_all(model, planned.size, base, scalar, scoring.texts(r), planned.rows, np.int32(planned.count))
 
 

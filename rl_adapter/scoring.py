@@ -123,9 +123,8 @@ def score_all(
     model: models.Model, base: Base, adapter: lora.Adapter | None, r: Rollout, temperature: float = 1.0, tokens: int = 0
 ) -> Logprobs:
     """`score` of a whole batch on the device, in microbatches of about `tokens`, without gradients. `adapter` is raw; None: the base."""
-    planned = microbatch.plan(on_host(r), meshes.row_shards(model.mesh), tokens)
-    read = texts(r)
-    return _score_all(model, temperature, planned.size, base, adapter, read, planned.rows, np.int32(planned.count))
+    planned = plan(model, r, tokens)
+    return _score_all(model, temperature, planned.size, base, adapter, texts(r), planned.rows, np.int32(planned.count))
 
 
 def texts(r: Rollout) -> Rollout:
@@ -133,6 +132,7 @@ def texts(r: Rollout) -> Rollout:
     return r.replace(stopped=None, sampled_logprobs=None, tempered_logprobs=None, scored_logprobs=None, prompt_choices=None, choices=None)
 
 
-def on_host(r: Rollout) -> Rollout:
-    """What a plan reads of completions."""
-    return texts(r).replace(prompt_lengths=np.asarray(r.prompt_lengths), lengths=np.asarray(r.lengths))
+def plan(model: models.Model, r: Rollout, tokens: int) -> microbatch.Plan:
+    """`microbatch.plan` of completions that may lie on devices."""
+    lengths = texts(r).replace(prompt_lengths=np.asarray(r.prompt_lengths), lengths=np.asarray(r.lengths))
+    return microbatch.plan(lengths, meshes.row_shards(model.mesh), tokens)

@@ -16,13 +16,13 @@ from rl_adapter import config_check, engine, environments, episodes, lora, monit
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.data import prompts
-from rl_adapter.environments import Environment, toolbox, turns
+from rl_adapter.environments import Environment, toolbox
 from rl_adapter.hub import load, peft_read, prepared, scalars
 from rl_adapter.hub import tokenizer as tokenizers
 from rl_adapter.rewards import hygiene
 from rl_adapter.rewards.score import Rewards, limits, open_rewards
 from rl_adapter.sampling import Sampling
-from rl_adapter.types import Array, Base, Numerics, Problem, PyTree
+from rl_adapter.types import Array, Base, Numerics, Problem
 
 PROBE = 64  # tokens that an adapter is tried on
 
@@ -76,12 +76,12 @@ def open_session(config: ConfigDict, *splits: str) -> Session:
         source = checkpoint, config.quantize, mesh, progress
         loaded = prepared.load_prepared(config.prepared, *source) if config.prepared else load.load(*source)
     model = models.Model(spec, adapter, Numerics(config.numerics, config.act_bits, config.cache_bits), mesh, config.remat)
-    reference = None if reference is None else jax.device_put(reference, meshes.adapter_shardings(mesh, reference))
+    reference = None if reference is None else meshes.place(mesh, reference)
     placed, judge = models.place(spec, loaded.base, mesh, context), None
     if config.reward.model.weight:
         like = jax.eval_shape(lambda: scalar.init(adapter, placed, spec.d_model, jax.random.key(0)))
         judge = scalars.read(config.reward.model.path, like, adapter, loaded.digest, "reward.model.path")
-        judge = jax.device_put(judge, meshes.adapter_shardings(mesh, judge))
+        judge = meshes.place(mesh, judge)
     session = Session(model, placed, loaded.digest, tokenizer, loaded.report, initial, reference, data, rewards, judge, talk)
     if initial is not None and not moves_logits(session, init_adapter(config, session)):
         raise ValueError(
@@ -141,8 +141,7 @@ def open_talk(
 ) -> episodes.Setting:
     """How the model and its environments talk: as chats where prompts are chats, else as text."""
     chats = {config.data.chat or bool(problem.messages) for problem in problems}
-    talks = any(not isinstance(e, turns.SingleTurn) for e in answering.values())
-    if talks and len(chats) > 1:
+    if episodes.talk(answering) and len(chats) > 1:
         raise ValueError("env: found problems that are chats and problems that are plain text, need one of them where environments answer")
     opening = (lambda problem: prompts.asked(config.data, problem)) if chats == {True} else None
     return episodes.setting(config.env, answering, tokenizer, stop_ids(config, tokenizer), opening, problems)
@@ -169,12 +168,12 @@ def stop_ids(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> tuple[int, 
 def init_adapter(config: ConfigDict, session: Session) -> lora.Adapter:
     """A new adapter on the mesh, or the one to start from."""
     adapter = session.initial or lora.init(session.model.adapter, session.base, jax.random.key(config.seed))
-    return jax.device_put(adapter, meshes.adapter_shardings(session.model.mesh, adapter))
+    return meshes.place(session.model.mesh, adapter)
 
 
-def place(session: Session, state: PyTree) -> PyTree:
-    """A state, or an adapter, in its place on the mesh."""
-    return jax.device_put(state, meshes.adapter_shardings(session.model.mesh, state))
+def new_scalar(session: Session, seed: int) -> scalar.Scalar:
+    """A critic or a reward model that has learned nothing, of the shape of the policy's adapter."""
+    return scalar.init(session.model.adapter, session.base, session.model.spec.d_model, jax.random.key(seed))
 
 
 def moves_logits(session: Session, adapter: lora.Adapter) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from ml_collections import ConfigDict
 
-from rl_adapter import advantage, checkpoint, engine, episodes, evaluate, experience, learn, lora, manifest, monitor, runtime, samples
+from rl_adapter import advantage, engine, episodes, evaluate, experience, learn, lora, manifest, monitor, runs, runtime, samples
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
 from rl_adapter.data import iterator
@@ -30,9 +30,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         raise ValueError(f"objective: found {config.objective!r}, need 'rl' here: what learns from given completions is `offline.run`")
     started = time.monotonic()
     workdir = pathlib.Path(workdir)
-    if monitor.finished(workdir, config) and not override_identity:
-        print(f"{workdir} holds a finished run of this config; its summary:\n{json.dumps(monitor.summary(workdir), indent=1)}")
-        return monitor.summary(workdir)
+    if not override_identity and (summary := runs.finished(config, workdir)):
+        return summary
     session = sessions.open_session(config, "train", "eval")
     train_data, eval_data = session.data["train"], session.data["eval"]
     if len(train_data.problems) < config.rollout.prompts:
@@ -40,29 +39,20 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     batches = iterator.from_config(config.data, train_data.sources, config.rollout.prompts)
     tx, schedule = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
-    with (
-        session.rewards,
-        checkpoint.Checkpoints(
-            workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override_identity
-        ) as saved,
-    ):
-        start, cursor = saved.latest() or 0, {}
-        if start > config.steps:
-            raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
-        state = sessions.place(session, evaluate.new_state(config, session))
+    with session.rewards, runs.checkpoints(config, workdir, identity, override_identity) as saved:
+        start, cursor = runs.first_step(config, workdir, saved), {}
+        state = meshes.place(session.model.mesh, evaluate.new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
+        chain = {}  # the head of the samples' manifest, as checkpoints keep it
         if config.samples.write:
             manifest.rewind(workdir / "samples", start, manifest.run_of(identity), None if override_identity else cursor.get("samples"))
+            chain["samples"] = manifest.head(workdir / "samples")
         trained = lora.count(state.adapter) + (lora.count(state.critic.adapter) if state.critic else 0)
-        about = {"trained_parameters": trained, "base": session.report, "mesh": dict(session.model.mesh.shape)}
-        with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=about) as log:
+        with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=runs.about(session, trained)) as log:
             log.note(f"base {session.digest[:12]}  {session.report['bytes']} bytes  mesh {dict(session.model.mesh.shape)}")
-            reports = [train_data.report, eval_data.report]
-            log.note("\n".join(report.text() for report in reports))
-            write_atomically(workdir / "data_report.json", json.dumps([report.as_json() for report in reports], indent=1))
-            log.note(f"trained parameters: {trained:,}" + (f"  resuming after step {start}" if start else ""))
+            runs.begin(log, workdir, (train_data.report, eval_data.report), trained, start)
             examples = min(config.eval.examples, len(eval_data.problems))
             base_accuracy = cursor.get("base_accuracy")
             if base_accuracy is None or cursor["examples"] != examples:
@@ -83,7 +73,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
 
                 def meanwhile(previous, step=step, found=found):
                     if config.samples.write:  # while the device works
-                        samples.write(workdir / "samples", step, sample_rows(session, step, found), config.samples)
+                        chain["samples"] = samples.write(workdir / "samples", step, sample_rows(session, step, found), config.samples)
                     if behind and step + 1 < config.steps:
                         upcoming.append(gather(previous[0], max(0, step + 1 - behind), step + 1))
 
@@ -98,8 +88,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 log.log(step, metrics)
                 if metrics["compilations"]:
                     log.note(f"compiled {metrics['compilations']} programs, {runtime.compile_seconds():.1f} s in all so far")
-                at = {"data": at_data, "base_accuracy": base_accuracy, "examples": examples}
-                at |= {"samples": manifest.head(workdir / "samples")} if config.samples.write else {}
+                at = {"data": at_data, "base_accuracy": base_accuracy, "examples": examples, **chain}
                 saved.save(step + 1, state, at, force=step + 1 == config.steps)
             accuracy = evaluation(config, session, eval_data, state.adapter, workdir / "eval_adapter.json")
             saved.wait()
@@ -107,15 +96,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 "eval/base_accuracy": base_accuracy,
                 "eval/accuracy": accuracy,
                 "eval/examples": examples,
-                "wall_s": time.monotonic() - started,
-                "steps": config.steps,
-                "trained_parameters": trained,
-                "base_digest": session.digest,
-                "compilations": runtime.compilations(),
-                "compile_s": runtime.compile_seconds(),
+                **runs.totals(config, session, trained, started),
+                **{f"{name}/head": head for name, head in chain.items()},
             }
-            if config.samples.write:
-                summary["samples/head"] = manifest.head(workdir / "samples")
             log.finish(summary)
     return summary
 

@@ -16,7 +16,6 @@ from flax import struct
 
 from rl_adapter import lora, microbatch, scalar, scoring
 from rl_adapter import loss as losses
-from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, PyTree, Rollout
 
@@ -119,11 +118,9 @@ def _watched(model, s: scoring.Scores, b: Batch, means: dict) -> Parts:
     means = means | {"entropy": over(s.entropy, r.drawn)}
     totals, largest = {"loads": scoring.expert_loads(s.choices, valid, model.spec.experts)}, {}
     if r.choices is not None:
-        layers, p_, group, c_, k = r.choices.shape
-        sampled = jnp.concatenate([r.prompt_choices, r.choices.reshape(layers, p_, group * c_, k)], 2)
         gap = jnp.where(r.drawn, jnp.abs(s.scored - r.scored_logprobs), 0.0)
         means["mismatch/mean_abs_logprob_diff"] = over(gap, r.drawn)
-        totals["mismatch/expert_flips"] = jnp.sum((sampled != s.choices) & valid[None, ..., None]).astype(jnp.float32)
+        totals["mismatch/expert_flips"] = jnp.sum((sampled_choices(r) != s.choices) & valid[None, ..., None]).astype(jnp.float32)
         largest["mismatch/max_abs_logprob_diff"] = jnp.max(gap)
         ratio = jnp.exp(jnp.where(b.weight > 0, s.tempered - r.tempered_logprobs, 0.0))
         largest["ratio/max"] = jnp.max(jnp.where(b.weight > 0, ratio, 0.0))
@@ -199,7 +196,7 @@ def update(
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
     """One optimizer update of `state` by `objective` on `batch`, in microbatches of about `tokens` (see `microbatch.plan`), which cannot be
     seen in it. `state` is donated."""
-    planned = microbatch.plan(scoring.on_host(batch.rollout), meshes.row_shards(model.mesh), tokens)
+    planned = scoring.plan(model, batch.rollout, tokens)
     # What nobody reads need not be there.
     batch = batch.replace(rollout=batch.rollout.replace(stopped=None, sampled_logprobs=None))
     new, metrics = _update(model, tx, objective, planned.size, base, state, batch, experts, planned.rows, np.int32(planned.count))
@@ -209,10 +206,14 @@ def update(
 @functools.partial(jax.jit, static_argnames="experts")
 def sampled_experts(experts: int, r: Rollout) -> Experts:
     """Where the tokens of completions went when they were sampled."""
-    layers, p_, group, c_, k = r.choices.shape
     _, _, valid = scoring.packed_inputs(r)
-    chosen = jnp.concatenate([r.prompt_choices, r.choices.reshape(layers, p_, group * c_, k)], 2)
-    return Experts(scoring.expert_loads(chosen, valid, experts), jnp.sum(valid).astype(jnp.float32))
+    return Experts(scoring.expert_loads(sampled_choices(r), valid, experts), jnp.sum(valid).astype(jnp.float32))
+
+
+def sampled_choices(r: Rollout) -> Array:
+    """Experts [Ls, P, T + G * C, k] that sampling chose, laid out as `scoring.packed_inputs`."""
+    layers, p_, group, c_, k = r.choices.shape
+    return jnp.concatenate([r.prompt_choices, r.choices.reshape(layers, p_, group * c_, k)], 2)
 
 
 def expert_metrics(loads: np.ndarray, base_loads: np.ndarray | None) -> dict:

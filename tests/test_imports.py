@@ -24,7 +24,7 @@ LAYERS = [
     ("data", "rollout", "episodes", "rewards", "advantage", "update", "checkpoint", "samples", "monitor"),  # the stages
     ("session", "plan"),
     ("play",),
-    ("train", "offline", "evaluate", "experience", "learn", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
+    ("train", "offline", "evaluate", "experience", "learn", "runs", "audit", "consistency", "export", "sweep", "quality", "quality_show"),
 ]
 WITHIN = {0, 14}  # a sandbox has its stage; orchestration: a sweep calls train, train calls evaluate
 RUN_ELSEWHERE = {"math_verify": {"rewards"}, "jsonschema": {"rewards"}}  # in a killable process

@@ -202,16 +202,20 @@ def programs(work: Work) -> dict[str, Program]:
         s = scoring.score(model, base, adapter, r)
         return s.tempered, s.scored, s.entropy
 
+    def learn(state, r, weight, advantage):
+        """With the reference's scores, which a step of the default config measures too."""
+        batch = update.Batch(r, weight, advantage, scoring.score_all(model, base, None, r).scored)
+        return update.update(model, tx, objective, 0, base, state, batch)
+
     def before_update():  # the state is donated
         r = rolled_out()
         ones = jnp.ones(r.tokens.shape)
-        reference = scoring.score_all(model, base, None, r).scored  # which a step measures too
-        return update.start(tx, jax.tree.map(jnp.copy, work.adapter)), update.Batch(r, ones / ones.size, ones, reference)
+        return update.start(tx, jax.tree.map(jnp.copy, work.adapter)), r, ones / ones.size, ones
 
     return {
         "rollout": Program(lambda: sample(work)),
         "scoring": Program(score, lambda: (base, evaluate.prepare(model, work.adapter), rolled_out())),
-        "update": Program(lambda state, batch: update.update(model, tx, objective, 0, base, state, batch), before_update),
+        "update": Program(learn, before_update),
     }
 
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
 from rl_adapter import evaluate, experience, learn, lora, rollout, update
+from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
 from rl_adapter.data import iterator, prompts
@@ -39,7 +40,7 @@ class Variant:
         adapter = sessions.init_adapter(self.config, session)
         adapter = jax.tree.map(lambda x: x + 0.01 * jax.random.normal(jax.random.key(x.size), x.shape), adapter)
         self.tx = evaluate.optimizer(self.config)[0]
-        self.state = sessions.place(session, update.start(self.tx, adapter))
+        self.state = meshes.place(session.model.mesh, update.start(self.tx, adapter))
         self.indices, self.step_number = np.arange(self.config.rollout.prompts), 0
         self.batches = iterator.make_iterator([0] * len(self.indices), len(self.indices), 0)
 

@@ -1,0 +1,58 @@
+"""What every training run does alike, whatever it learns from: a run that is finished, its first step, its data report, its totals."""
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+from rl_adapter import checkpoint, monitor, runtime
+from rl_adapter.data.checks import Report
+from rl_adapter.files import write_atomically
+
+
+def finished(config: ConfigDict, workdir: str | os.PathLike) -> dict | None:
+    """The summary of a run of this config that has ended in `workdir`, shown; None if there is none."""
+    if not monitor.finished(workdir, config):
+        return None
+    summary = monitor.summary(workdir)
+    print(f"{workdir} holds a finished run of this config; its summary:\n{json.dumps(summary, indent=1)}")
+    return summary
+
+
+def checkpoints(config: ConfigDict, workdir: pathlib.Path, identity: dict, override: bool) -> checkpoint.Checkpoints:
+    return checkpoint.Checkpoints(workdir / "checkpoints", identity, config.checkpoint.every, config.checkpoint.keep, override)
+
+
+def first_step(config: ConfigDict, workdir: pathlib.Path, saved: checkpoint.Checkpoints) -> int:
+    """Where a run goes on: the steps that its last checkpoint has done, or 0."""
+    start = saved.latest() or 0
+    if start > config.steps:
+        raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
+    return start
+
+
+def about(session, trained: int) -> dict:
+    """What config.json says beside the config."""
+    return {"trained_parameters": trained, "base": session.report, "mesh": dict(session.model.mesh.shape)}
+
+
+def begin(log: monitor.Monitor, workdir: pathlib.Path, reports: Sequence[Report], trained: int, start: int) -> None:
+    """Shows what is trained, on what; data_report.json keeps the latter."""
+    log.note("\n".join(report.text() for report in reports))
+    write_atomically(workdir / "data_report.json", json.dumps([report.as_json() for report in reports], indent=1))
+    log.note(f"trained parameters: {trained:,}" + (f"  resuming after step {start}" if start else ""))
+
+
+def totals(config: ConfigDict, session, trained: int, started: float) -> dict:
+    """Of summary.json, what every run has. `started`: by `time.monotonic`."""
+    return {
+        "wall_s": time.monotonic() - started,
+        "steps": config.steps,
+        "trained_parameters": trained,
+        "base_digest": session.digest,
+        "compilations": runtime.compilations(),
+        "compile_s": runtime.compile_seconds(),
+    }
