@@ -106,6 +106,9 @@ def main(argv: list[str]) -> None:
         plan.run(config, values.devices)  # of a machine that need not be this one
         return
     runtime.setup(values.devices)
+    from rl_adapter import programs
+
+    programs.keep(runtime.cache_dir() / "programs")
     if values.mode == "train":
         from rl_adapter import offline, train
 

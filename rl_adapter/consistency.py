@@ -6,7 +6,6 @@ time, padding, the order of rows, and the mesh. In exact numerics every share is
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rl_adapter import evaluate, lora, rollout, scoring
+from rl_adapter import evaluate, lora, programs, rollout, scoring
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -195,7 +194,7 @@ def forward(place: Place, r: Rollout) -> Seen:
     return Seen(r.tokens, scored, choices[:, :, :t_], choices[:, :, t_:].reshape(layers, p_, *r.tokens.shape[1:], k))
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@programs.jit(static_argnames=("model",))
 def _score(model: models.Model, base: Base, adapter: lora.Adapter, r: Rollout) -> tuple[Array, Array]:
     s = scoring.score(model, base, adapter, r)
     return s.scored, s.choices

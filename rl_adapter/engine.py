@@ -7,12 +7,11 @@ Who gets which slot and page is `scheduler`'s business.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from rl_adapter import cache, packing
+from rl_adapter import cache, packing, programs
 from rl_adapter import model as models
 from rl_adapter import sampling as sampling_
 from rl_adapter.attention import Keys
@@ -94,7 +93,7 @@ def cache_bytes(model: models.Model, lay: Layout) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_like(model, lay))) // lay.shards
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling", "budget"), donate_argnames=("pool",))
+@programs.jit(static_argnames=("model", "sampling", "budget"), donate_argnames=("pool",))
 def prefill(
     model: models.Model,
     sampling: Sampling,
@@ -130,7 +129,7 @@ def prefill(
     return pool, {"tokens": drawn[0], "logprobs": jnp.stack(drawn[1:], -1), "choices": choices}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling", "steps"), donate_argnames=("pool",))
+@programs.jit(static_argnames=("model", "sampling", "steps"), donate_argnames=("pool",))
 def decode(
     model: models.Model,
     sampling: Sampling,

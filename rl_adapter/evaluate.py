@@ -1,11 +1,9 @@
 """Held-out problems: greedy accuracy, and what many completions of each show, by the very sampler and numerics that training uses."""
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
-import types
 from collections.abc import Callable, Iterator
 
 import jax
@@ -16,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, engine, lora, monitor, play, statistics, update
+from rl_adapter import checkpoint, engine, lora, monitor, play, programs, statistics, update
 from rl_adapter import config as configs
 from rl_adapter import mesh as meshes
 from rl_adapter import session as sessions
@@ -25,7 +23,7 @@ from rl_adapter.files import write_atomically
 from rl_adapter.play import Played
 from rl_adapter.rewards import exact
 from rl_adapter.sampling import Sampling
-from rl_adapter.types import Problem
+from rl_adapter.types import Numerics, Problem
 
 
 def greedy(
@@ -79,7 +77,9 @@ def prepare(model, adapter: lora.Adapter) -> lora.Adapter:
     return _prepare(model.numeric, adapter)
 
 
-_prepare = jax.jit(lambda numeric, adapter: lora.prepare(adapter, numeric), static_argnums=0)
+@programs.jit(static_argnames=("numeric",))
+def _prepare(numeric: Numerics, adapter: lora.Adapter) -> lora.Adapter:
+    return lora.prepare(adapter, numeric)
 
 
 def by_kind(problems: list, rewards: np.ndarray) -> dict[str, float]:
@@ -190,28 +190,29 @@ def last_adapter(
 
 def new_state(config: ConfigDict, session: sessions.Session) -> update.State:
     """A state that has made no update."""
-    state = update.start(optimizer(config)[0], sessions.init_adapter(config, session))
+    state = update.start(optimizer(config), sessions.init_adapter(config, session))
     previous = tuple(jax.tree.map(jnp.copy, state.adapter) for _ in range(config.rollout.max_staleness))
     critic = None
     if config.advantage.estimator == "gae":
-        critic = update.start(critic_optimizer(config)[0], sessions.new_scalar(session, config.seed ^ 0x5CA1A2))
+        critic = update.start(critic_optimizer(config), sessions.new_scalar(session, config.seed ^ 0x5CA1A2))
     return state.replace(previous=previous, critic=critic)
 
 
-def optimizer(config: ConfigDict):
-    """The config's optimizer and its schedule; the same objects for the same settings, so that a later run finds the update compiled."""
-    settings = config.optimizer
-    updates = 0 if settings.schedule == "constant" else config.steps * settings.minibatches * settings.epochs  # only a decay depends on it
-    return _optimizer(tuple(sorted(settings.items())), updates)
+def optimizer(config: ConfigDict) -> update.Optimizer:
+    """The config's optimizer, of the policy or of whatever else is trained."""
+    waits = config.critic.warmup_steps if config.advantage.estimator == "gae" else 0  # steps that train the critic alone
+    return _optimizer(config, config.optimizer.learning_rate, (config.steps - waits) * config.optimizer.epochs)
 
 
-def critic_optimizer(config: ConfigDict):
+def critic_optimizer(config: ConfigDict) -> update.Optimizer:
     """The same for the critic, at its own rate."""
-    settings = dict(config.optimizer.items()) | {"learning_rate": config.critic.learning_rate}
-    updates = 0 if settings["schedule"] == "constant" else config.steps * settings["minibatches"] * config.critic.epochs
-    return _optimizer(tuple(sorted(settings.items())), updates)
+    return _optimizer(config, config.critic.learning_rate, config.steps * config.critic.epochs)
 
 
-@functools.lru_cache
-def _optimizer(settings: tuple, updates: int):
-    return update.optimizer(types.SimpleNamespace(**dict(settings)), updates)
+def _optimizer(config: ConfigDict, learning_rate: float, epochs: int) -> update.Optimizer:
+    o = config.optimizer
+    # Only a decay depends on the number of updates: else runs of different lengths share a program.
+    updates = 0 if o.schedule == "constant" else epochs * o.minibatches
+    return update.Optimizer(
+        learning_rate, o.b1, o.b2, o.eps, o.weight_decay, o.max_grad_norm, o.warmup_steps, o.schedule, updates
+    )  # fmt: skip

@@ -6,16 +6,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from rl_adapter import advantage, evaluate, lora, loss, microbatch, rollout, runtime, scalar, scoring, update
+from rl_adapter import advantage, evaluate, lora, loss, microbatch, programs, rollout, runtime, scalar, scoring, update
 from rl_adapter import mesh as meshes
 from rl_adapter.experience import Experience
 from rl_adapter.types import Rollout
 
 
 def learn(
-    config, session, experience: Experience, state: update.State, tx: optax.GradientTransformation, step: int,
+    config, session, experience: Experience, state: update.State, tx: update.Optimizer, step: int,
     meanwhile: Callable[[tuple[lora.Adapter, ...]], None] = lambda previous: None,
 ) -> tuple[update.State, dict]:  # fmt: skip
     """One step's updates. `meanwhile` is called with the state's new `previous` after the device has got its work and before anything waits
@@ -160,7 +159,7 @@ def pair_weights(mask: np.ndarray) -> np.ndarray:
 
 def update_critic(config, session, critic: update.State, r: Rollout, mask, values, returns) -> tuple[update.State, list[dict]]:
     """`critic.epochs` passes over the step's completions."""
-    objective, (tx, _) = update.Value(config.critic.clip), evaluate.critic_optimizer(config)
+    objective, tx = update.Value(config.critic.clip), evaluate.critic_optimizer(config)
     updates = []
     for _ in range(config.critic.epochs):
         for some in parts(config, len(mask)):
@@ -203,6 +202,6 @@ def check_finite(step: int, metrics: dict, state: update.State) -> None:
         )
 
 
-@jax.jit
+@programs.jit
 def _finite(tree) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

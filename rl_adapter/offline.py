@@ -34,7 +34,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     if len(train) < config.rollout.prompts:
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train)} records of data.train")
     batches = iterator.from_config(config.data, train.sources, config.rollout.prompts)
-    tx, schedule = evaluate.optimizer(config)
+    tx = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
     with runs.checkpoints(config, workdir, identity, override_identity) as saved:
         start = runs.first_step(config, workdir, saved)
@@ -49,7 +49,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 began, compiled = time.monotonic(), runtime.compilations()
                 r = train.rollout(next(batches))
                 state, metrics = one_update(config, session, tx, state, r)
-                metrics = learn.combine([jax.device_get(metrics)]) | {"learning_rate": float(schedule(step))}
+                metrics = learn.combine([jax.device_get(metrics)]) | {"learning_rate": float(tx.rate()(step))}
                 learn.check_finite(step, metrics, state)
                 metrics |= {"time/step_s": time.monotonic() - began, "compilations": runtime.compilations() - compiled}
                 if config.eval.every and (step + 1) % config.eval.every == 0:
@@ -101,7 +101,7 @@ def open_given(config: ConfigDict, session: sessions.Session, split: str) -> Giv
 def new_state(config: ConfigDict, session: sessions.Session) -> update.State:
     if config.objective != "reward":
         return evaluate.new_state(config, session)
-    return update.start(evaluate.optimizer(config)[0], sessions.new_scalar(session, config.seed))
+    return update.start(evaluate.optimizer(config), sessions.new_scalar(session, config.seed))
 
 
 def objective_of(config: ConfigDict):

@@ -15,7 +15,6 @@ of 16 positions four times as much). On the devices a batch adds quality.batch *
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -29,7 +28,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from rl_adapter import config as configs
-from rl_adapter import config_check, evaluate, quality_show, statistics
+from rl_adapter import config_check, evaluate, programs, quality_show, statistics
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter import session as sessions
@@ -318,7 +317,7 @@ def observe(session: sessions.Session, label: str, rows: Rows, batch: int) -> It
         yield Seen(logprobs[:n], choices[:, :n].astype(np.int16), stream[:, :n], logits[:n])
 
 
-@functools.partial(jax.jit, static_argnames="model")
+@programs.jit(static_argnames=("model",))
 def _observe(model: models.Model, base: Base, tokens: Array, lengths: Array, slots: Array) -> tuple[Array, Array, Array, Array]:
     p, t = tokens.shape
     at = jnp.broadcast_to(jnp.arange(t), (p, t))

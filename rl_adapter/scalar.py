@@ -1,14 +1,12 @@
 """Numbers read off the frozen base by an adapter of their own and a linear head: a critic's values, a reward model's scores."""
 
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rl_adapter import lora, microbatch, scoring
+from rl_adapter import lora, microbatch, programs, scoring
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, Rollout
 
@@ -47,7 +45,7 @@ def of_completions(values: Array, r: Rollout) -> Array:
     return jnp.take_along_axis(values, jnp.maximum(r.lengths - 1, 0)[..., None], -1)[..., 0]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "size"))
+@programs.jit(static_argnames=("model", "size"))
 def _values_all(model, size: int, base: Base, scalar: Scalar, r: Rollout, rows: Array, count: Array) -> Array:
     of_part = lambda some: (values(model, base, scalar, microbatch.part(r, some, model.mesh), size), ())
     return microbatch.by_prompt(of_part, len(r.prompts), rows, count)[0]

@@ -4,14 +4,11 @@
 reference's, those of the policy at the start of a step, a critic's.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rl_adapter import lora, microbatch, packing
+from rl_adapter import lora, microbatch, packing, programs
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, Rollout
@@ -106,7 +103,7 @@ class Logprobs:
     loads: Array
 
 
-@functools.partial(jax.jit, static_argnames=("model", "temperature", "size"))
+@programs.jit(static_argnames=("model", "temperature", "size"))
 def _score_all(model, temperature: float, size: int, base: Base, adapter: lora.Adapter | None, r: Rollout, rows: Array, count: Array):
     prepared = lora.prepare(adapter, model.numeric)
 

@@ -12,7 +12,7 @@ import rich.markup
 from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
-from rl_adapter import config_check, engine, environments, episodes, lora, monitor, rollout, sandbox, scalar
+from rl_adapter import config_check, engine, environments, episodes, lora, monitor, programs, rollout, sandbox, scalar
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.data import prompts
@@ -190,7 +190,7 @@ def moves_logits(session: Session, adapter: lora.Adapter) -> bool:
     return bool(jnp.any(first != second))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@programs.jit(static_argnames=("model",))
 def _probe(model: models.Model, base: Base, adapter: lora.Adapter, tokens: Array) -> Array:
     """The logits [N, V] of whole rows."""
     exact = lora.prepare(adapter, model.numeric)

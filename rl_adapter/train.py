@@ -37,7 +37,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
     if len(train_data.problems) < config.rollout.prompts:
         raise ValueError(f"rollout.prompts: found {config.rollout.prompts}, need at most the {len(train_data.problems)} training problems")
     batches = iterator.from_config(config.data, train_data.sources, config.rollout.prompts)
-    tx, schedule = evaluate.optimizer(config)
+    tx = evaluate.optimizer(config)
     identity = evaluate.identity(config, session.digest)
     with session.rewards, runs.checkpoints(config, workdir, identity, override_identity) as saved:
         start, cursor = runs.first_step(config, workdir, saved), {}
@@ -82,7 +82,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
                 metrics["compilations"] += found.counts["compilations"]
                 learn.check_finite(step, metrics, state)
                 metrics["time/step_s"] = time.monotonic() - began
-                metrics["learning_rate"] = float(schedule(max(int(state.step) - 1, 0)))
+                metrics["learning_rate"] = float(tx.rate()(max(int(state.step) - 1, 0)))
                 if config.eval.every and (step + 1) % config.eval.every == 0:
                     metrics["eval/accuracy"] = evaluation(config, session, eval_data, state.adapter, None)
                 log.log(step, metrics)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from rl_adapter import lora, microbatch, scalar, scoring
+from rl_adapter import lora, microbatch, programs, scalar, scoring
 from rl_adapter import loss as losses
 from rl_adapter import model as models
 from rl_adapter.types import Array, Base, PyTree, Rollout
@@ -31,22 +31,46 @@ class State:
     critic: "State | None" = None
 
 
-def optimizer(cfg, updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with warm-up and decay over `updates`, from the config's `optimizer`."""
-    peak, warm = cfg.learning_rate, cfg.warmup_steps
-    rest = max(updates - warm, 1)
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-    }[cfg.schedule]
-    # The first update of a warm-up is already one step up: a rate of 0 would waste a rollout.
-    schedule = optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
-    adamw = optax.adamw(schedule, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), adamw), schedule
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) on gradients of at most `max_grad_norm`, with warm-up and decay.
+
+    It has the methods of an `optax.GradientTransformation`. Equal by its settings, as a static argument must be.
+    """
+
+    learning_rate: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    warmup_steps: int
+    schedule: str  # constant | linear | cosine
+    updates: int  # of the run: where a decay ends
+
+    def rate(self) -> optax.Schedule:
+        peak, warm = self.learning_rate, self.warmup_steps
+        rest = max(self.updates - warm, 1)
+        after = {
+            "constant": optax.constant_schedule(peak),
+            "linear": optax.linear_schedule(peak, 0.0, rest),
+            "cosine": optax.cosine_decay_schedule(peak, rest),
+        }[self.schedule]
+        # The first update of a warm-up is already one step up: a rate of 0 would waste a rollout.
+        return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
+
+    def _transformation(self) -> optax.GradientTransformation:
+        adamw = optax.adamw(self.rate(), b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
+
+    def init(self, parameters: PyTree) -> PyTree:
+        return self._transformation().init(parameters)
+
+    def update(self, gradient: PyTree, state: PyTree, parameters: PyTree) -> tuple[PyTree, PyTree]:
+        return self._transformation().update(gradient, state, parameters)
 
 
-def start(tx: optax.GradientTransformation, parameters: PyTree) -> State:
+def start(tx: Optimizer, parameters: PyTree) -> State:
     """A state that has made no update."""
     return State(parameters, tx.init(parameters), jnp.zeros((), jnp.int32))
 
@@ -166,9 +190,9 @@ class Preference:
 # --- the program
 
 
-@functools.partial(jax.jit, static_argnames=("model", "tx", "objective", "size"), donate_argnames=("state",))
+@programs.jit(static_argnames=("model", "tx", "objective", "size"), donate_argnames=("state",))
 def _update(
-    model: models.Model, tx: optax.GradientTransformation, objective: Any, size: int, base: Base, state: State, batch: PyTree,
+    model: models.Model, tx: Optimizer, objective: Any, size: int, base: Base, state: State, batch: PyTree,
     experts: Experts | None, rows: Array, count: Array,
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
     """`rows` [P, prompts]: prompts of each microbatch, of which the first `count` hold. The loop's length is no part of the program."""
@@ -191,7 +215,7 @@ def _update(
 
 
 def update(
-    model: models.Model, tx: optax.GradientTransformation, objective: Any, tokens: int, base: Base, state: State, batch: PyTree,
+    model: models.Model, tx: Optimizer, objective: Any, tokens: int, base: Base, state: State, batch: PyTree,
     experts: Experts | None = None,
 ) -> tuple[State, dict[str, Array]]:  # fmt: skip
     """One optimizer update of `state` by `objective` on `batch`, in microbatches of about `tokens` (see `microbatch.plan`), which cannot be
@@ -203,7 +227,7 @@ def update(
     return new, metrics | {"update/padding": planned.padding, "update/microbatches": planned.count}
 
 
-@functools.partial(jax.jit, static_argnames="experts")
+@programs.jit(static_argnames=("experts",))
 def sampled_experts(experts: int, r: Rollout) -> Experts:
     """Where the tokens of completions went when they were sampled."""
     _, _, valid = scoring.packed_inputs(r)

@@ -71,7 +71,7 @@ def world(tmp_path_factory):
     adapter = random_adapter(load.open_checkpoint(config.model).described, session.model.adapter)
     directory = tmp_path_factory.mktemp("run")
     with checkpoint.Checkpoints(directory / "checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
-        saved.save(3, update.start(evaluate.optimizer(config)[0], adapter), {}, force=True)
+        saved.save(3, update.start(evaluate.optimizer(config), adapter), {}, force=True)
     with quickly((engine,)):
         yield config, directory, session
 

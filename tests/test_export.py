@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     adapter = random_adapter(described, session.model.adapter)
     directory = tmp_path_factory.mktemp("run")
     with checkpoint.Checkpoints(directory / "checkpoints", evaluate.identity(config, session.digest), 1, 2) as saved:
-        saved.save(3, update.start(evaluate.optimizer(config)[0], adapter), {}, force=True)
+        saved.save(3, update.start(evaluate.optimizer(config), adapter), {}, force=True)
     return config, directory, adapter
 
 

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "rl_adapter"
 LAYERS = [
     ("types", "files", "config", "config_check", "runtime", "sandbox", "sandbox_stage", "statistics"),
     ("environments", "manifest", "mesh", "numerics", "packing"),
-    ("quant", "microbatch"),
+    ("quant", "microbatch", "programs"),
     ("lora",),
     ("attention", "moe"),
     ("cache",),

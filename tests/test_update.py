@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 import test_loss
-from ml_collections import ConfigDict
 from quick import QUICK, quickly
 from test_model import EVEN, completions, masks
 
@@ -273,9 +272,9 @@ def test_a_plan_of_full_rows():
         assert (found.count, found.padding) == (count, 0), (shards, tokens)
 
 
-def optimizer_config(**changes):
-    fields = dict(learning_rate=0.5, warmup_steps=3, schedule="linear", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-    return ConfigDict(fields | changes)
+OPTIMIZER = dict(
+    learning_rate=0.5, warmup_steps=3, schedule="linear", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, updates=7
+)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +289,13 @@ def optimizer_config(**changes):
     ],
 )
 def test_schedule(schedule, warm, rates):
-    _, found = update.optimizer(optimizer_config(learning_rate=8.0, warmup_steps=warm, schedule=schedule), updates=7)
+    found = update.Optimizer(**OPTIMIZER | dict(learning_rate=8.0, warmup_steps=warm, schedule=schedule)).rate()
     np.testing.assert_allclose([found(i) for i in range(7)], rates, rtol=1e-5)
 
 
 def test_adamw():
     """The first update by hand: clipped to the norm, g / (|g| + eps) of it, decoupled decay, the first warm-up rate."""
-    tx, _ = update.optimizer(optimizer_config(eps=0.5, weight_decay=0.1, max_grad_norm=2.0), updates=7)
+    tx = update.Optimizer(**OPTIMIZER | dict(eps=0.5, weight_decay=0.1, max_grad_norm=2.0))
     w, g = {"q": np.array([1.0, -2.0, 0.5], f32)}, {"q": np.array([3.0, -4.0, 0.0], f32)}
     step, _ = jax.jit(lambda g, w: tx.update(g, tx.init(w), w))(g, w)
     clipped = g["q"] * 2 / 5

@@ -188,7 +188,7 @@ def sample(work: Work, seed: int = 0) -> Rollout:
 def programs(work: Work) -> dict[str, Program]:
     """The rollout, the scoring pass and the update of a batch. Scoring and the update run on what the first rollout gave."""
     config = configs.default()
-    model, base, tx = work.model, work.base, evaluate.optimizer(config)[0]
+    model, base, tx = work.model, work.base, evaluate.optimizer(config)
     objective = update.Policy(loss.from_config(config.loss))
     samples = []  # made once, by whoever comes first
 

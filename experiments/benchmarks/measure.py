@@ -107,7 +107,7 @@ def serve(connection, variant: common.Variant, cold: bool) -> None:
         report["host_compiling"] = peak_bytes()
         forget_peak()
         report["host_resting"] = peak_bytes()
-        state = update.start(evaluate.optimizer(common.config_of(variant))[0], work.adapter)
+        state = update.start(evaluate.optimizer(common.config_of(variant)), work.adapter)
         parts = {"base": work.base, "adapter": work.adapter, "optimizer": state.optimizer}
         report["device"] = {name: common.size(tree) for name, tree in parts.items()} | {"cache": common.cache_bytes(work)}
         del state, parts

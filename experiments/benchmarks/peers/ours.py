@@ -39,7 +39,7 @@ class Variant:
         self.session = dataclasses.replace(session, tokenizer=dataclasses.replace(session.tokenizer, stop_ids=(session.model.spec.vocab,)))
         adapter = sessions.init_adapter(self.config, session)
         adapter = jax.tree.map(lambda x: x + 0.01 * jax.random.normal(jax.random.key(x.size), x.shape), adapter)
-        self.tx = evaluate.optimizer(self.config)[0]
+        self.tx = evaluate.optimizer(self.config)
         self.state = meshes.place(session.model.mesh, update.start(self.tx, adapter))
         self.indices, self.step_number = np.arange(self.config.rollout.prompts), 0
         self.batches = iterator.make_iterator([0] * len(self.indices), len(self.indices), 0)
