@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_adapter import checkpoint, manifest
+from rl_adapter import checkpoint, manifest, monitor
 from rl_adapter import config as configs
 from rl_adapter.files import TEMPORARY
 
@@ -75,14 +75,23 @@ def heads_of(workdir: pathlib.Path) -> tuple[Heads, list[str]]:
     if (workdir / "summary.json").exists():
         summary, faults = _read(workdir, "summary.json")
         final = summary.get("samples/head", "")
+        if not isinstance(final, str):
+            faults.append(f"summary.json: found samples/head = {str(final)[:60]}, need a text")
+            final = ""
     directory = workdir / "checkpoints"
-    if (directory / "identity.json").is_file():
+    numbered = [path.name for path in directory.glob("*") if path.name.isdigit()]
+    if numbered and not (directory / "identity.json").is_file():
+        faults.append(f"checkpoints/identity.json: found none beside checkpoints of {', '.join(sorted(numbered, key=int))} steps")
+    elif numbered:
         identity, unread = _read(workdir, "checkpoints/identity.json")
         faults += unread
         with checkpoint.Checkpoints(directory, identity, 0, 1, override=True, read_only=True) as of_run:
             for step in of_run.steps():
                 try:
-                    saved[step] = of_run.cursor(step).get("samples")
+                    head = of_run.cursor(step).get("samples")
+                    if head is not None and not isinstance(head, str):
+                        raise ValueError(f"samples: found {str(head)[:60]}, need a text")
+                    saved[step] = head
                 except Exception as error:  # whatever a damaged file makes of Orbax or JSON
                     faults.append(f"checkpoints/{step}: found no cursor ({str(error).strip()[:200]})")
     # A run of before there were heads has none.
@@ -106,11 +115,13 @@ def verify(directory: pathlib.Path, heads: Heads) -> tuple[list[str], list[str]]
     faults = [f"{manifest.NAME}: line {i}: {line.fault}" for i, line in enumerate(chain, 1) if line.fault]
     faults += _order(chain)
     there = manifest.stored(chain)
-    after = max((line.step for line in chain if "file" in line.entry), default=-1) + 1
+    written = reached = _reached(chain)
+    while (directory / manifest.name(reached + 1)).exists():  # a kill leaves one, or all of those that it was about to take away
+        reached += 1
     for path in sorted(directory.iterdir()):
         if path.name in there or path.name == manifest.NAME:
             continue
-        later = manifest.FILE.fullmatch(path.name) and int(path.stem) >= after
+        later = manifest.FILE.fullmatch(path.name) and written < int(path.stem) <= reached
         by_kill = later or path.match(TEMPORARY) or any(line.entry.get("removed") == path.name for line in chain[-1:])
         (left if unfinished and by_kill else faults).append(f"{path.name}: found a file that no line is of")
     owner = {entry["sha256"]: file for file, entry in there.items()}
@@ -126,6 +137,10 @@ def verify(directory: pathlib.Path, heads: Heads) -> tuple[list[str], list[str]]
     if not unfinished and found != heads.final:
         faults.append(f"{manifest.NAME}: found head {_short(found)}, need {_short(heads.final)} of summary.json")
     return faults, left
+
+
+def _reached(chain: list[manifest.Line]) -> int:
+    return max((line.step for line in chain if "file" in line.entry), default=-1)
 
 
 def _order(chain: list[manifest.Line]) -> list[str]:
@@ -155,7 +170,7 @@ def _file(path: pathlib.Path, entry: Mapping[str, Any], owner: Mapping[str, str]
 
 
 def verify_run(workdir: pathlib.Path, chain: list[manifest.Line]) -> list[str]:
-    """Whether the run that the samples are bound to is that of config.json and of the checkpoints."""
+    """Whether the run that the samples are bound to is that of config.json, of the steps that were logged, and of the checkpoints."""
     bound = [line.entry["run"] for line in chain if "run" in line.entry]
     about, faults = _read(workdir, "config.json")
     if faults or not bound:
@@ -163,19 +178,24 @@ def verify_run(workdir: pathlib.Path, chain: list[manifest.Line]) -> list[str]:
     base, needed = str(about.get("base_digest")), str(bound[-1].get("base"))
     if base != needed:
         faults.append(f"config.json: found base {_short(base)}, need {_short(needed)} of {manifest.NAME}")
+    try:
+        logged = max((row["step"] for row in monitor.rows(workdir)), default=-1)
+        if about["config"]["samples"]["write"] and logged > _reached(chain):  # a step is logged once its samples are written
+            faults.append(f"{manifest.NAME}: found samples up to step {_reached(chain)}, need those of step {logged} of metrics.jsonl")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        faults.append(f"metrics.jsonl: found no steps of such a run ({type(error).__name__}: {error})"[:200])
     identity, unread = _read(workdir, "checkpoints/identity.json")
     if not (workdir / "checkpoints/identity.json").exists() or unread:
         return faults  # killed before its first checkpoint; or told by `heads_of`
     if manifest.digest(identity) != bound[-1].get("identity"):
         faults.append(f"checkpoints/identity.json: found another run than that of {manifest.NAME}")
     try:
-        config = ConfigDict(about["config"])
-        config.adapter.init = ""  # its files may be elsewhere by now
-        now = configs.identity(config)
-    except (KeyError, TypeError, AttributeError) as error:
-        return [*faults, f"config.json: found no whole config ({error})"]
-    then = identity.get("config", {})
-    differ = sorted(key for key in now.keys() | then.keys() if key != "adapter.init" and now.get(key) != then.get(key))
+        now, then = configs.deciding(ConfigDict(about["config"])), dict(identity["config"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return [*faults, f"config.json: found no whole config that can be compared ({error})"]
+    # What is compared by its content may lie elsewhere by now.
+    compared = {key for key in now.keys() | then.keys() if key not in configs.FILES and ":" not in key}
+    differ = sorted(key for key in compared if now.get(key) != then.get(key))
     return faults + [f"config.json: found {key} = {now.get(key)!r}, need {then.get(key)!r} of checkpoints/identity.json" for key in differ]
 
 

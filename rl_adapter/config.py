@@ -276,8 +276,11 @@ def flatten(config: ConfigDict | Mapping[str, Any], prefix: str = "") -> dict[st
     return out
 
 
-def identity(config: ConfigDict) -> dict[str, Any]:
-    """The fields that decide the bits of a run: what a checkpoint is compared by.
+FILES = (*ADAPTERS, "env.corpus", "reward.json.schema", "reward.model.path")  # fields that name what is compared by its content
+
+
+def deciding(config: ConfigDict) -> dict[str, Any]:
+    """The fields that decide the bits of a run, as they stand in the config.
 
     Evaluation, samples and checkpointing only watch a run. `steps` shapes it through a decaying schedule; under a constant one,
     more steps merely extend it.
@@ -286,13 +289,33 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     watched = "eval.", "samples.", "checkpoint.", "quality.", "model", "prepared", "reward.workers"
     watched += ("steps",) if config.optimizer.schedule == "constant" else ()
     batching = {f"rollout.{name}" for name in ENGINE} if config.numerics == "exact" else ()  # cannot be seen in exact bits
-    fields = {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
-    adapters = {f: [os.path.join(path, name) for name in ADAPTER_FILES] for f in ADAPTERS if (path := flatten(config)[f])}
+    return {k: v for k, v in flatten(plain(config)).items() if not k.startswith(watched) and k not in batching}
+
+
+def identity(config: ConfigDict) -> dict[str, Any]:
+    """What a checkpoint is compared by: `deciding`, with the content of files, and of modules that the config names, in their place."""
+    fields = flatten(config)
+    within = {f: [os.path.join(path, name) for name in ADAPTER_FILES] for f in ADAPTERS if (path := fields[f])}
     judge = config.reward.model.path
-    files = {"env.corpus": config.env.corpus, "reward.json.schema": config.reward.json.schema}
-    files |= {"reward.model.path": judge and os.path.join(judge, REWARD_MODEL)}
-    digests = {f: _digest([path] if path else []) for f, path in files.items()}
-    return fields | {f: _digest(adapters.get(f, [])) for f in ADAPTERS} | digests
+    within |= {f: [fields[f]] for f in ("env.corpus", "reward.json.schema") if fields[f]}
+    within |= {"reward.model.path": [os.path.join(judge, REWARD_MODEL)]} if judge else {}
+    function = config.reward.function
+    asked = [function.path] if function.weight or config.reward.held_out == "function" else []
+    # Of a module the file alone: what it imports is the user's to keep as it was.
+    code = {path: _digest([_module(path)]) for path in (*asked, config.env.name, *config.env.tools) if ":" in path}
+    return deciding(config) | {f: _digest(within.get(f, [])) for f in FILES} | code
+
+
+def _module(path: str) -> str:
+    """The file of an import path's module."""
+    name, _, _ = path.partition(":")
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.has_location:
+        raise ValueError(f"{path}: found no module {name}, need one that can be imported")
+    return found.origin
 
 
 def _digest(paths: Iterable[str]) -> str:

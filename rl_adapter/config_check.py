@@ -126,9 +126,6 @@ def validate(config: ConfigDict) -> None:
     need = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if config.context and config.context < need:
         raise ValueError(f"context: found {config.context}, need 0 or at least data.max_prompt_tokens + rollout.max_new_tokens = {need}")
-    if config.optimizer.warmup_steps > (updates := config.steps * config.optimizer.minibatches * config.optimizer.epochs):
-        need = f"at most the {updates} updates of the run"
-        raise ValueError(f"optimizer.warmup_steps: found {config.optimizer.warmup_steps}, need {need}")
     generated = not any(is_file(source) or source.startswith("python:") for source in config.data.eval or config.data.train)
     if generated and config.eval.examples > config.data.eval_size:
         raise ValueError(f"eval.examples: found {config.eval.examples}, need at most data.eval_size = {config.data.eval_size}")

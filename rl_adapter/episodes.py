@@ -94,6 +94,10 @@ def setting(
     stop = calls.FORMATS[form].stop
     if called and stop and not set(tokenizer.encode(stop, special=False)) <= set(stop_ids):
         raise ValueError(f"rollout.stop: found no {stop!r}, need it for env.calls {form!r}: it ends a turn that calls a tool")
+    for e in environments.values() if calls.FORMATS[form].nameless else ():
+        if e.tools and [len(tool.parameters.get("required", ())) for tool in e.tools.values()] != [1]:
+            need = "exactly one, with one required parameter: such a call names neither"
+            raise ValueError(f"env.tools: found {', '.join(e.tools)} with env.calls {form!r}, need {need}")
     found = Setting(environments, tokenizer, tuple(stop_ids), opening, form, env.max_turns, env.max_result_tokens)
     if opening is not None:
         roles = {name: _role(found, e) for name, e in environments.items() if not isinstance(e, SingleTurn)}

@@ -128,7 +128,8 @@ def policy_updates(config, session, state, tx, r: Rollout, mask, advantages, ref
             batch = update.Batch(mine, *jax.device_put(arrays, meshes.rows(model.mesh)), of_reference)
             experts = update.sampled_experts(model.spec.experts, batch.rollout) if of_router else None
             state, metrics = update.update(model, tx, objective, _tokens(config), session.base, state, batch, experts)
-            updates.append(metrics)
+            none = config.loss.kind in loss.PREFERENCE and not mask[some].any()  # all of these prompts' completions earned the same
+            updates.append({k: v for k, v in metrics.items() if not (none and k.startswith("preference/"))})
     return state, updates
 
 
@@ -183,7 +184,8 @@ def combine(updates: list[dict], base_loads: np.ndarray | None = None, on_policy
     if not updates:
         return {}
     largest = {k: float(max(u[k] for u in updates)) for k in ("ratio/max",) if k in updates[0]}
-    mean = {k: float(np.mean([u[k] for u in updates])) for k in updates[0] if k != "loads" and not k.startswith("mismatch/")}
+    names = [k for k in dict.fromkeys(k for u in updates for k in u) if k != "loads" and not k.startswith("mismatch/")]
+    mean = {k: float(np.mean([u[k] for u in updates if k in u])) for k in names}
     mismatch = {k: float(v) for k, v in updates[0].items() if k.startswith("mismatch/")} if on_policy else {}
     experts = {}
     if "loads" in updates[0]:

@@ -103,11 +103,13 @@ LINE = {
     "loss": ("loss", "+.4f"),
     "grad_norm": ("grad", ".3f"),
     "response/length": ("length", ".1f"),
+    "reward/failures": ("failures", ".1%"),
     "mismatch/max_abs_logprob_diff": ("mismatch", ".3g"),
     "mismatch/expert_flips": ("flips", ".0f"),
     "eval/accuracy": ("accuracy", ".1%"),
     "time/step_s": ("s", ".2f"),
 }
+IF_ANY = ("reward/failures",)  # of LINE: 0 is not worth a place
 PACKAGES = ("rl-adapter", "jax", "jaxlib", "numpy", "flax", "optax", "aqtp", "orbax-checkpoint", "grain", "tokenizers")
 PACKAGES += ("reasoning-gym", "math-verify", "jsonschema")  # tasks and scorers
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -252,7 +254,8 @@ class Monitor:
         self._done = step + 1
         left = (time.monotonic() - self._since) / (self._done - self._start) * max(self._steps - self._done, 0)
         eta = f"ETA {datetime.timedelta(seconds=round(left))}"
-        shown = [f"{label} {values[key]:{fmt}}" for key, (label, fmt) in LINE.items() if isinstance(values.get(key), int | float)]
+        there = lambda key: isinstance(values.get(key), int | float) and (values[key] or key not in IF_ANY)
+        shown = [f"{label} {values[key]:{fmt}}" for key, (label, fmt) in LINE.items() if there(key)]
         self.note("  ".join([f"step {self._done}/{self._steps}", *shown] + ([] if self._console.is_terminal else [eta])))
         self._bar.update(self._task, completed=self._done, eta=eta)
 

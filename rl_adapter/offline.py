@@ -21,8 +21,6 @@ from rl_adapter.data import iterator, offline
 from rl_adapter.hub import scalars
 from rl_adapter.types import Rollout
 
-EVALUATED = 32  # held-out records at a time, at least
-
 
 def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool = False) -> dict:
     """Train in `workdir`, from its last checkpoint if it has one. Returns what summary.json holds. Raises as `train.run`."""
@@ -44,7 +42,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             batches.set_state(cursor["data"])
         trained = lora.count(state.adapter)
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=runs.about(session, trained)) as log:
-            runs.begin(log, workdir, (train.report, held_out.report), trained, start)
+            runs.begin(log, workdir, config, (train.report, held_out.report), trained, start)
             for step in range(start, config.steps):
                 began, compiled = time.monotonic(), runtime.compilations()
                 r = train.rollout(next(batches))
@@ -130,10 +128,10 @@ def one_update(config: ConfigDict, session: sessions.Session, tx, state: update.
 
 def measured(config: ConfigDict, session: sessions.Session, held_out: Given, adapter) -> dict[str, float]:
     """Of held-out records: how likely is what is to be imitated, or how many pairs are told apart."""
-    n, (model, base, tokens) = len(held_out), (session.model, session.base, config.optimizer.microbatch_tokens)
+    n, (model, base, tokens) = min(config.eval.examples, len(held_out)), (session.model, session.base, config.optimizer.microbatch_tokens)
     logprobs = lambda adapter, r: np.asarray(scoring.score_all(model, base, adapter, r, 1.0, tokens).scored)
     gains, sizes, shards = [], [], meshes.row_shards(model.mesh)
-    at_once = -(-EVALUATED // shards) * shards
+    at_once = -(-min(config.eval.batch, n) // shards) * shards
     for first in range(0, n, at_once):
         r = held_out.rollout(np.arange(first, first + at_once) % n)  # the last is filled up from the front, to one shape
         placed = jax.device_put(r, meshes.rows(model.mesh))

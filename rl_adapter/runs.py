@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from rl_adapter import checkpoint, monitor, runtime
+from rl_adapter import checkpoint, monitor, runtime, samples
 from rl_adapter.data.checks import Report
 from rl_adapter.files import write_atomically
 
@@ -39,10 +39,11 @@ def about(session, trained: int) -> dict:
     return {"trained_parameters": trained, "base": session.report, "mesh": dict(session.model.mesh.shape)}
 
 
-def begin(log: monitor.Monitor, workdir: pathlib.Path, reports: Sequence[Report], trained: int, start: int) -> None:
+def begin(log: monitor.Monitor, workdir: pathlib.Path, config: ConfigDict, reports: Sequence[Report], trained: int, start: int) -> None:
     """Shows what is trained, on what; data_report.json keeps the latter."""
     log.note("\n".join(report.text() for report in reports))
-    write_atomically(workdir / "data_report.json", json.dumps([report.as_json() for report in reports], indent=1))
+    kept = [samples.told_report(report.as_json(), config.samples) for report in reports]
+    write_atomically(workdir / "data_report.json", json.dumps(kept, indent=1), private=True)
     log.note(f"trained parameters: {trained:,}" + (f"  resuming after step {start}" if start else ""))
 
 

@@ -166,10 +166,22 @@ def mask(text: str, patterns: Sequence[str]) -> str:
     return text if clean == whole else clean
 
 
+def told(texts: Mapping[str, str], settings: Any) -> dict[str, str]:
+    """Texts under names of SCHEMA's fields as the rules let other files of the run hold them. `settings`: the config's `samples`."""
+    return {name: mask(text, settings.redact) for name, text in texts.items() if name not in settings.omit}
+
+
+def told_report(report: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """The same for a data report, whose faults have examples: prompts, answers and completions."""
+    left_out = not {"prompt_text", "messages", "completion_text", "answer"}.isdisjoint(settings.omit)
+    faults = [fault | {"examples": ()} if left_out else fault for fault in report["dropped"]]
+    return _each_string(dict(report) | {"dropped": faults}, lambda text: mask(text, settings.redact))
+
+
 def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {change(key): _each_string(x, change) for key, x in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_each_string(x, change) for x in value]
     return change(value) if isinstance(value, str) else value
 

@@ -113,6 +113,7 @@ def open_data(
         keep = [i for i, problem in enumerate(found.problems) if id(problem) in good]
         found = prompts.without(found, keep, "reward.gold", [f"{problem.prompt!r:.60}: {why}" for problem, why in bad])
         encoded = [encoded[i] for i in keep]
+        found = prompts.with_lengths(found, encoded)
     return Data(found.problems, encoded, length, found.sources, found.report)
 
 

@@ -46,20 +46,21 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             state, cursor = saved.restore(start, state)
             batches.set_state(cursor["data"])
         chain = {}  # the head of the samples' manifest, as checkpoints keep it
-        if config.samples.write:
+        # Also where no more are written: those that were stay what the audit says of them.
+        if config.samples.write or (workdir / "samples" / manifest.NAME).exists():
             manifest.rewind(workdir / "samples", start, manifest.run_of(identity), None if override_identity else cursor.get("samples"))
             chain["samples"] = manifest.head(workdir / "samples")
         trained = lora.count(state.adapter) + (lora.count(state.critic.adapter) if state.critic else 0)
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=runs.about(session, trained)) as log:
             log.note(f"base {session.digest[:12]}  {session.report['bytes']} bytes  mesh {dict(session.model.mesh.shape)}")
-            runs.begin(log, workdir, (train_data.report, eval_data.report), trained, start)
+            runs.begin(log, workdir, config, (train_data.report, eval_data.report), trained, start)
             examples = min(config.eval.examples, len(eval_data.problems))
             base_accuracy = cursor.get("base_accuracy")
             if base_accuracy is None or cursor["examples"] != examples:
                 base_accuracy = evaluation(config, session, eval_data, None, workdir / "eval_base.json")
             log.note(f"base accuracy {base_accuracy:.1%} on {examples} held-out problems")
             log.note(cache_note(config, session, train_data))
-            log.note(session.rewards.describe())
+            log.note(session.rewards.describe(session.talk.talks))
             for warning in hygiene.run_probes(session.rewards, train_data.problems, config.seed):
                 log.note(f"warning: {warning}")
             behind = config.rollout.max_staleness
@@ -155,7 +156,8 @@ def evaluation(config, session, data, adapter, path: pathlib.Path | None) -> flo
     rewards, texts = evaluate.greedy(config, session, data, adapter)
     if path is not None:
         rows = [
-            {"prompt": p.prompt, "completion": t, "answer": p.answer, "kind": p.kind, "reward": float(r)}
+            samples.told({"prompt_text": p.prompt, "completion_text": t, "answer": p.answer}, config.samples)
+            | {"kind": p.kind, "reward": float(r)}
             for p, t, r in zip(data.problems, texts, rewards)
         ]
         write_atomically(path, json.dumps(rows, indent=0), private=True)

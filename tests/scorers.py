@@ -11,6 +11,18 @@ NUMBER = 7
 COUNT = []
 
 
+def raises(text, fields):
+    raise RuntimeError("always")
+
+
+def wants_three(text, fields, more):
+    return 1.0
+
+
+def no_number(text, fields):
+    return float("nan")
+
+
 def moody(text, fields):
     word = text.split()[-1] if text.split() else ""
     if word == "sleep":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -45,6 +46,10 @@ CHANGES = {
     "missing": (lambda d: (d / FILE3).unlink(), f"^{FILE3}: found none"),
     "a directory": (lambda d: ((d / FILE3).unlink(), (d / FILE3).mkdir()), f"^{FILE3}: found none"),
     "extra": (lambda d: (d / manifest.name(9)).write_bytes(b""), "^000009.parquet: found a file that no line is of"),
+    "a later one": (
+        lambda d: (d / manifest.name(STEPS + 3)).write_bytes(b""),
+        f"^{manifest.name(STEPS + 3)}: found a file that no line is of",
+    ),
     "stray": (lambda d: (d / "notes").write_bytes(b""), "^notes: found a file that no line is of"),
     "removed with its line": (
         lambda d: ((d / FILE3).unlink(), lines_of(d, lambda x: x[:4] + x[5:])),
@@ -103,6 +108,7 @@ def run(whole, tmp_path):
         (tmp_path / "samples" / name).write_bytes(data)
     about = {"config": configs.plain(configs.default()), "base_digest": IDENTITY["base_digest"]}
     (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(STEPS)))
     (tmp_path / "summary.json").write_text(json.dumps({"samples/head": heads.final}))
     with checkpoint.Checkpoints(tmp_path / "checkpoints", IDENTITY, 1, 2) as saved:
         for step, head in heads.checkpoints.items():
@@ -129,10 +135,29 @@ def damage_cursors(run):
             path.write_text("{")
 
 
+def take_the_end_away(run):
+    """The last step's samples, and all that tells of them but the metrics."""
+    lines_of(run / "samples", lambda x: x[:-1])
+    (run / "samples" / manifest.name(STEPS - 1)).unlink()
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+
+
 CHANGES_OF_THE_RUN = {
     "samples": (lambda run: edit(run / "samples" / FILE3, lambda x: x[:-1]), FILE3),
     "summary": (lambda run: rewrite(run / "summary.json", **{"samples/head": "x"}), "need x of summary.json"),
     "no head": (lambda run: (run / "summary.json").write_text("{}"), "need none of summary.json"),
+    **{
+        f"a head that is {head!r}": (
+            lambda run, head=head: rewrite(run / "summary.json", **{"samples/head": head}),
+            "found samples/head = ",
+        )
+        for head in (None, 3, ["x"])
+    },
+    "no identity": (lambda run: (run / "checkpoints/identity.json").unlink(), "identity.json: found none beside checkpoints of 4, 5 steps"),
+    "an identity of another shape": (lambda run: (run / "checkpoints/identity.json").write_text('{"config": []}'), "identity.json: found"),
+    "no end and no heads": (take_the_end_away, "found samples up to step 3, need those of step 4 of metrics.jsonl"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").write_text("{\n"), "metrics.jsonl: found no steps"),
     "no JSON": (lambda run: (run / "summary.json").write_text("{"), "summary.json: found .* need JSON"),
     "base": (lambda run: rewrite(run / "config.json", base_digest="c"), "config.json: found base c, need b"),
     "config": (

@@ -26,6 +26,12 @@ def echo(text: str) -> str:
     return text
 
 
+def both(text: str, more: str) -> str:
+    """Says them."""
+    return text + more
+
+
+TWO, WIDE = Kit({"echo": tool(echo), "other": tool(echo)}), Kit({"both": tool(both)})
 ECHO = Kit({"echo": tool(echo)}, lambda text, problem: 0.0)
 PROBLEM = Problem(7, "two?", "4", "one")
 opening = lambda problem: [{"role": "user", "content": problem.prompt}]
@@ -308,6 +314,13 @@ NO_FOLLOWING = "{% for m in messages[:1] %}{{ m.content }}{% endfor %}<|im_end|>
     [
         (None, "tools", dict(plain=True), r"rollout.stop: found no '\]', need it for env.calls 'brackets'"),
         (None, "tools", dict(calls="equals"), "rollout.stop: found no '='"),
+        (
+            None,
+            "tools",
+            dict(calls="equals", stops=("=",), kit=TWO),
+            "env.tools: found echo, other with .*, need exactly one",
+        ),
+        (None, "tools", dict(calls="equals", stops=("=",), kit=WIDE), "env.tools: found both with .*, with one required parameter"),
         (chat_templates.CHATML, "tools", {}, "env.calls: found 'auto' and a chat template of no known format"),
         (NO_FOLLOWING, "attempts", {}, "chat_template: takes no message after a turn"),
         ("{{ raise_exception('no') }}", "attempts", {}, "chat_template: cannot begin a conversation"),

@@ -1,5 +1,6 @@
 """Gold answers earn their reward, empty words do not, and drift from a scorer that is not rewarded shows."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -49,11 +50,15 @@ def test_each_scorer_checks_its_own_gold():
     entry = {"question": "", "answer": "27", "metadata": {"source_dataset": "chain_sum"}}
     good = problem("27", entry=entry, tests="assert f() == 27", solution="def f(): return 27")
     none = problem("27", entry=entry | {"answer": None}, tests="assert f() == 27")  # no gold for two of them
+    named_otherwise = {"test": "assert f() == 27", "canonical_solution": "def f(): return 27"}  # as HumanEval does
     bad = [
         (problem("\\frac{", entry=entry, tests="x"), "math: ValueError: answer: found .*cannot read"),
         (problem("27", entry=entry, tests="assert f() == 27", solution="def f(): return 28"), "code: earns 0"),
         (problem("27", entry=entry, solution="def f(): pass"), "code: ValueError: metadata: found neither tests"),
-        (problem("27", entry={"metadata": {}, "answer": "27"}), "gym: "),
+        (problem("27", entry={"metadata": {}, "answer": "27"}, tests="x"), "gym: "),
+        (problem("27", entry=entry, **named_otherwise), "code: ValueError: metadata: found neither tests"),
+        (problem("", entry=entry, tests="x"), "math: ValueError: answer: found ''"),
+        (problem("27", tests="assert f() == 27"), "gym: ValueError: metadata.entry: found none"),
     ]
     on = {f"reward.{name}.weight": 1.0 for name in ("math", "gym")} | {"reward.held_out": "code", "reward.exact.weight": 0.0}
     with rewards(**on) as scoring:
@@ -61,6 +66,29 @@ def test_each_scorer_checks_its_own_gold():
         assert kept == [good, none] and [p for p, _ in dropped] == [p for p, _ in bad]
         for (_, reason), (_, want) in zip(dropped, bad):
             assert re.match(want, reason), reason
+
+
+def test_a_problem_that_no_scorer_can_score_is_told():
+    """A misspelt answer is metadata; it may be missing where an environment rewards."""
+    bare = problem("", anwser="27")
+    with pytest.raises(ValueError, match="answer: found 1 of 2 that do not earn 1.0 .*exact: ValueError: answer: found none"):
+        hygiene.check_gold(rewards(), [problem("27"), bare])
+    played = dataclasses.replace(bare, env="guess")
+    assert hygiene.check_gold(rewards(), [played]) == ([played], [])
+    with pytest.raises(ValueError, match="exact: ValueError"):
+        hygiene.check_gold(rewards(**{"reward.env.weight": 0.0}), [played])
+    assert hygiene.run_probes(rewards(), [problem("27"), played])[-1] == (
+        "reward: exact cannot score 1 of 2 problems, whatever is said (ValueError: answer: found none, need a gold answer to match)"
+    )
+
+
+@pytest.mark.parametrize("name, failed", [("raises", 3), ("wants_three", 3), ("no_number", 3), ("moody", 0)])
+def test_a_function_that_always_fails_is_told(name, failed):
+    with rewards(**{"reward.exact.weight": 0.0, "reward.function.weight": 1.0, "reward.function.path": f"scorers:{name}"}) as scoring:
+        problems = [problem("1", prompt=str(i)) for i in range(3)]
+        assert hygiene.check_gold(scoring, problems) == (problems, [])
+        found = [w for w in hygiene.run_probes(scoring, problems) if "function cannot score" in w]
+    assert [w.split(" problems")[0] for w in found] == [f"reward: function cannot score {failed} of 3"] * bool(failed)
 
 
 def test_probes_earn_nothing_from_exact_match_and_are_told_where_they_do():

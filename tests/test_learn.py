@@ -72,6 +72,8 @@ def test_metrics_are_means_of_updates():
     assert found["moe/load"] == [[0.5, 0.5]] and found["moe/load_shift_from_base"] == 0
     assert not any(name.startswith("mismatch") for name in learn.combine([one, two]))
     assert learn.combine([]) == {}
+    some = learn.combine([one, two | {"preference/accuracy": f32(0.5)}, two | {"preference/accuracy": f32(1)}])
+    assert some["preference/accuracy"] == 0.75, "updates without pairs say nothing of pairs"
 
 
 def test_names_in_the_config_are_those_of_the_modules():

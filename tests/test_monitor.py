@@ -75,9 +75,11 @@ def test_finished_means_a_summary_of_this_config(tmp_path):
 def test_one_readable_line_a_step(tmp_path, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
     with monitor.Monitor(tmp_path, CONFIG, base_digest="abc", console=console) as m:
-        m.log(0, {"reward/mean": 0.25, "mismatch/max_abs_logprob_diff": 0.0, "time/step_s": 1.5})
+        m.log(0, {"reward/mean": 0.25, "reward/failures": 0.0, "mismatch/max_abs_logprob_diff": 0.0, "time/step_s": 1.5})
+        m.log(1, {"reward/mean": 0.0, "reward/failures": 1.0})
     text = console.file.getvalue()
     assert "step 1/3  reward 0.250  mismatch 0  s 1.50" in text and "ETA 0:00:" in text
+    assert "step 2/3  reward 0.000  failures 100.0%" in text, "shown where there are any"
     assert terminal or "\x1b" not in text, "plain where there is no terminal"
 
 

@@ -11,9 +11,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 
 from rl_adapter import config as configs
 from rl_adapter import files, manifest, samples
+from rl_adapter.data import checks
 from rl_adapter.types import Outcome, Problem, Rollout
 
 ALL = configs.default().samples
@@ -116,6 +118,18 @@ def test_what_is_left_out_is_nowhere_in_the_file():
     assert b"SECRET" not in data.getvalue().to_pybytes()
     numbers = table["completion_tokens"].combine_chunks()[0].values.to_numpy()
     assert len(numbers) > 1 and numbers.tobytes() not in data.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("omit", [(), ("answer",), ("prompt_text", "prompt_tokens", "messages", "metadata")])
+def test_other_files_of_the_run_keep_to_the_rules(omit):
+    rules = ConfigDict({"omit": omit, "redact": (r"\d{4}-[A-Z]+",)})
+    told = samples.told({"prompt_text": "a 0123-SECRET", "answer": "42", "completion_text": "b"}, rules)
+    assert told == {k: v for k, v in {"prompt_text": "a [redacted]", "answer": "42", "completion_text": "b"}.items() if k not in omit}
+    fault = checks.Fault("data.empty", 2, ("x.jsonl:1: 'my 0123-SECRET'", "x.jsonl:2: 'y'"))
+    report = checks.Report("train", {"x.jsonl": 3}, {"x.jsonl": 1}, {"k": 1}, {"": 1}, (fault,), (1, 2.0, 3))
+    kept = samples.told_report(report.as_json(), rules)
+    assert "SECRET" not in json.dumps(kept) and kept["read"] == {"x.jsonl": 3} and kept["dropped"][0]["count"] == 2
+    assert list(kept["dropped"][0]["examples"]) == ([] if omit else ["x.jsonl:1: 'my [redacted]'", "x.jsonl:2: 'y'"])
 
 
 def test_fields_that_may_be_left_out_are_fields():

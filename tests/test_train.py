@@ -168,6 +168,19 @@ def test_a_run_goes_on_to_the_bits_of_the_uninterrupted_one(base, whole, tmp_pat
         train.run(make_config(base, steps=3), tmp_path)
 
 
+def test_what_is_not_to_be_kept_is_in_no_file_of_a_run_that_stops_keeping(base, tmp_path):
+    """Rules hold for all that a run writes of texts; and samples that it wrote before stay what the audit says of them."""
+    rules = {"samples.redact": (r"[0-9]+",), "samples.omit": ("answer",), "optimizer.warmup_steps": 9}  # longer than the run
+    train.run(make_config(base, steps=2, **rules), tmp_path)
+    train.run(make_config(base, steps=3, **rules, **{"samples.write": False}), tmp_path)
+    assert audit.run(tmp_path)["files"] == 2 and len(monitor.rows(tmp_path)) == 3
+    for name in ("eval_base.json", "eval_adapter.json", "data_report.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    for row in json.loads((tmp_path / "eval_adapter.json").read_text()):
+        assert row.keys() == {"prompt_text", "completion_text", "kind", "reward"}
+        assert not any(c.isdigit() for c in row["prompt_text"] + row["completion_text"]) and "[redacted]" in row["prompt_text"]
+
+
 def test_evaluation_finds_what_training_found(base, whole, capsys):
     directory, summary = whole
     result = evaluate.run(make_config(base), directory)

@@ -94,9 +94,12 @@ def encode(tokenizer: Tokenizer, data: Any, split: Split, variables_of: Variable
     items, empty = checks.sift(split.items, none, "empty", data.empty, "that encode to no token", "at least one")
     sizes = [len(ids[id(item)]) for item in items]
     items, long = checks.lengths(items, sizes, data.max_prompt_tokens, "data.max_prompt_tokens", data.too_long)
-    kept = narrowed(split, items, empty + long)
-    encoded = [ids[id(item)] for item in items]
-    return dataclasses.replace(kept, report=checks.with_tokens(kept.report, [len(tokens) for tokens in encoded])), encoded
+    return with_lengths(narrowed(split, items, empty + long), encoded := [ids[id(item)] for item in items]), encoded
+
+
+def with_lengths(split: Split, encoded: list[np.ndarray]) -> Split:
+    """Whose report tells them."""
+    return dataclasses.replace(split, report=checks.with_tokens(split.report, [len(tokens) for tokens in encoded]))
 
 
 def narrowed(split: Split, items: list[Item], dropped: tuple[checks.Fault, ...]) -> Split:

@@ -40,6 +40,7 @@ class Format:
     read: Callable[[str], Found]
     sign: str = ""  # text of a chat template that has this format; "": of none
     stop: str = ""  # text that ends a call and must end the turn too (rollout.stop); "": the model's own stop tokens do
+    nameless: bool = False  # a call is one text: of the only tool, for its one required parameter
     told: Callable[[str], str] = lambda result: result  # a result as plain text, for models without a chat template
 
 
@@ -306,5 +307,5 @@ FORMATS: Mapping[str, Format] = {
     "hermes": Format(_hermes, "<tool_call>"),
     "llama3": Format(_llama3, "<|start_header_id|>"),
     "brackets": Format(_brackets, stop="]", told=lambda result: f" {result}\n"),
-    "equals": Format(_equals, stop="="),
+    "equals": Format(_equals, stop="=", nameless=True),
 }

@@ -11,6 +11,7 @@ from rl_adapter.types import Outcome, Problem
 
 SHOWN = 5  # offenders listed in a message
 SAMPLE = 16  # problems that are probed
+OF_ANSWERS = "exact", "math", "code", "gym"  # scorers that compare with something that the problem must have
 
 
 def gold_completion(name: str, problem: Problem, mark: str) -> str | None:
@@ -28,6 +29,10 @@ def gold_completion(name: str, problem: Problem, mark: str) -> str | None:
 def check_gold(rewards: Rewards, problems: Sequence[Problem], policy: str = "refuse") -> tuple[list[Problem], list[tuple[Problem, str]]]:
     """The problems whose gold answer earns 1.0 from each scorer that has one, and the others with the reason.
 
+    A scorer that finds no gold form of a problem is asked about an empty completion: one that cannot score that can score none, since what
+    it looks at in the problem (an answer, tests) is not there. Problems whose environment may reward them need not have it, and what a
+    scorer of the user's needs is not known: of those, `run_probes` tells.
+
     Args:
       rewards: whose scorers are asked, also the one that is held out.
       problems: to check.
@@ -35,10 +40,13 @@ def check_gold(rewards: Rewards, problems: Sequence[Problem], policy: str = "ref
     """
 
     def trouble(problem):
+        elsewhere = problem.env and rewards.section.env.weight
         for name in rewards.names:
             text = gold_completion(name, problem, rewards.section.mark)
-            value, failure = (1.0, None) if text is None else rewards.part(name, problem, text)
-            if failure is not None or value != 1.0:
+            if text is None and (elsewhere or name not in OF_ANSWERS):
+                continue
+            value, failure = rewards.part(name, problem, text or "")
+            if failure is not None or (text is not None and value != 1.0):
                 return f"{name}: {failure if failure is not None else f'earns {value:g}'}"
         return ""
 
@@ -73,17 +81,23 @@ def probes(problem: Problem, mark: str = "Answer:") -> dict[str, str]:
 
 
 def run_probes(rewards: Rewards, problems: Sequence[Problem], seed: int = 0) -> list[str]:
-    """Warnings, one for each kind of probe that earns reward on some of a sample of the problems."""
+    """Warnings, one for each kind of probe that earns reward on some of a sample of the problems, and one for each scorer that can score
+    no probe of some of them."""
     sample = random.Random(seed).sample(list(problems), min(SAMPLE, len(problems)))
     asked = [(name, problem, text) for problem in sample for name, text in probes(problem, rewards.section.mark).items()]
     outcomes = rewards.score_all([problem for _, problem, _ in asked], [text for *_, text in asked])
-    warnings = []
+    warnings, each = [], len(asked) // len(sample)
     for name in dict.fromkeys(name for name, *_ in asked):
         earned = [outcome for (probe, *_), outcome in zip(asked, outcomes) if probe == name and outcome.reward > 0]
         if earned:
             parts = sorted({n for o in earned for n, value in o.parts.items() if value > 0 and rewards.section[n].weight > 0})
             mean = np.mean([outcome.reward for outcome in earned])
             warnings.append(f"reward: {name} earns {mean:.3g} on {len(earned)} of {len(sample)} problems ({', '.join(parts)})")
+    for scorer in rewards.names:
+        reasons = np.array([outcome.failures.get(scorer, "") for outcome in outcomes], object).reshape(len(sample), each)
+        failed = [of_problem[0] for of_problem in reasons if all(of_problem)]
+        if failed:
+            warnings.append(f"reward: {scorer} cannot score {len(failed)} of {len(sample)} problems, whatever is said ({failed[0]})")
     return warnings
 
 

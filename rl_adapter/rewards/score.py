@@ -63,9 +63,10 @@ class Rewards:
         if self._pool:
             self._pool.close()
 
-    def describe(self) -> str:
-        """One line: the parts, and what keeps them apart."""
-        weights = [f"{self.section[n].weight:g} {n}" for n in (*self.names, "model") if self.section[n].weight]
+    def describe(self, talks: bool = False) -> str:
+        """One line: the parts, and what keeps them apart. `talks`: there are environments that answer, and so may reward."""
+        parts = (*self.names, "model", *(("env",) if talks else ()))
+        weights = [f"{self.section[n].weight:g} {n}" for n in parts if self.section[n].weight]
         held = [f"{self.section.held_out} held out"] if self.section.held_out else []
         guarded = [sandbox.describe()] if set(self.names) - {"exact"} else []
         return "  ".join([f"reward: {' + '.join(weights)}", *held, *guarded])
