@@ -124,7 +124,7 @@ def prefill(
     last = jnp.take_along_axis(packed.spread(out.hidden), jnp.maximum(lengths - 1, 0)[:, None, None], 1)[:, 0]
     z = jnp.repeat(models.logits(model, base, adapter, last), g_, 0)
     keys = sampling_.row_keys(seed, jnp.repeat(chunk["ids"], g_), chunk["samples"].reshape(-1), chunk["drawn"].reshape(-1))
-    drawn = [x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, model.numeric.exact)]
+    drawn = [x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, model.numeric.exact, len(pool.k))]
     choices = packing.spread_choices(packed, out.choices).astype(jnp.int16)
     return pool, {"tokens": drawn[0], "logprobs": jnp.stack(drawn[1:], -1), "choices": choices}
 
@@ -172,7 +172,7 @@ def decode(
         z = models.logits(model, base, adapter, result.hidden.reshape(p_ * g_, -1))
         drawn = rows["drawn"] + step
         keys = sampling_.row_keys(seed, flat(rows["ids"]), flat(rows["samples"]), flat(drawn))
-        token, *logprobs = (x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, numeric.exact))
+        token, *logprobs = (x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, numeric.exact, len(pool.k)))
         new = {"tokens": token, "logprobs": jnp.stack(logprobs, -1), "choices": result.choices.astype(jnp.int16), "live": live}
         out = jax.tree.map(lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, step, 0), out, new)
         return step + 1, token, live & ~jnp.isin(token, stops) & (drawn + 1 < rows["limit"]), out, result.keys

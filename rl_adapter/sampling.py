@@ -13,6 +13,7 @@ from rl_adapter import numerics
 from rl_adapter.types import Array
 
 MASKED = -1e30
+AT_ONCE = 2**18  # logits, of each row shard, that are worked on at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +53,62 @@ def row_keys(seed: Array, prompt_ids: Array, samples: Array, positions: Array) -
 def truncate(z: Array, top_k: int, top_p: float) -> Array:
     """Mask all but the top_k logits, then all but the fewest that hold top_p of the probability (Holtzman et al. 2019, arXiv:1904.09751).
 
-    Ties with the last one kept are kept. Cumulative probabilities add as integers.
+    Ties with the last one kept are kept. Probabilities add as integers.
     """
     if 0 < top_k < z.shape[-1]:
-        z = jnp.where(z < jax.lax.top_k(z, top_k)[0][..., -1:], MASKED, z)
+        z = _largest(z, jnp.ones_like(z, jnp.int32), top_k)
     if top_p < 1:
-        ordered = jax.lax.top_k(z, z.shape[-1])[0]
-        p = numerics.exp(ordered - ordered[..., :1])
+        p = numerics.exp(z - jnp.max(z, -1, keepdims=True))
         p = jnp.round(numerics.divide_rows(p, numerics.exact_sum(p)) * 2.0**24).astype(jnp.int32)
-        before = jnp.cumsum(p, -1) - p
-        kept = before < jnp.int32(max(1, round(top_p * 2.0**24)))  # the likeliest token is always kept
-        z = jnp.where(z < jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True), MASKED, z)
+        z = _largest(z, p, max(1, round(top_p * 2.0**24)))  # the likeliest token is always kept
     return z
 
 
+def _largest(z: Array, weight: Array, limit: int) -> Array:
+    """Mask logits that have others above them of `limit` or more in sum of their `weight`, int32. What is not a number stays.
+
+    The lowest one that stays is found by halving the range of all floats: a sort takes some ten times as long.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.int32)  # one zero, not two
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        over = jnp.sum(jnp.where(key > middle, weight, 0), -1, keepdims=True) >= limit
+        return jnp.where(over, middle + 1, low), jnp.where(over, high, middle)
+
+    ends = jnp.iinfo(jnp.int32)
+    lowest, _ = jax.lax.fori_loop(0, 32, halve, tuple(jnp.full_like(key[..., :1], end) for end in (ends.min, ends.max)))
+    return jnp.where((key < lowest) & ~jnp.isnan(z), MASKED, z)
+
+
 @jax.named_scope("sample")
-def sample(z: Array, keys: Array, s: Sampling, exact: bool) -> tuple[Array, Array, Array, Array]:
-    """Draw a token from logits z [N, V] (Gumbel-max) with keys [N]: token, and its sampled, tempered and scored logprob, each [N]."""
+def sample(z: Array, keys: Array, s: Sampling, exact: bool, shards: int = 1) -> tuple[Array, Array, Array, Array]:
+    """Draw a token from logits z [N, V] (Gumbel-max) with keys [N]: token, and its sampled, tempered and scored logprob, each [N].
+
+    Some rows at a time, the same of each of `shards` that hold N / shards rows: else there were several arrays of z's size, and none of
+    them would fit into a cache (2 to 3 times as slow on CPU).
+    """
+    n, v = z.shape
+    rows = n // shards
+    chunk = min(rows, max(1, AT_ONCE // v))
+    if chunk == rows:
+        return _sample(z, keys, s, exact)
+    z, keys = z.reshape(shards, rows, v), keys.reshape(shards, rows)
+
+    def some(i, drawn):
+        first = jnp.minimum(i * chunk, rows - chunk)  # the last ones may be drawn twice: the same
+        part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, chunk, 1).reshape(-1, *x.shape[2:])
+        new = _sample(part(z), part(keys), s, exact)
+        put = lambda whole, x: jax.lax.dynamic_update_slice_in_dim(whole, x.reshape(shards, chunk), first, 1)
+        return jax.tree.map(put, drawn, new)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros((shards, rows), x.dtype), jax.eval_shape(lambda: _sample(z[0], keys[0], s, exact)))
+    return tuple(x.reshape(-1) for x in jax.lax.fori_loop(0, -(-rows // chunk), some, zeros))
+
+
+def _sample(z: Array, keys: Array, s: Sampling, exact: bool) -> tuple[Array, Array, Array, Array]:
     if s.temperature == 0:
         token = jnp.argmax(z, -1).astype(jnp.int32)
         scored = models.logprob_of(z, token, exact)

@@ -13,7 +13,7 @@ import optax
 import pytest
 import reference
 
-from rl_adapter import cache, engine, lora, loss, microbatch, moe, quant, update
+from rl_adapter import cache, engine, lora, loss, microbatch, moe, quant, sampling, update
 from rl_adapter import mesh as meshes
 from rl_adapter import model as models
 from rl_adapter.sampling import Sampling
@@ -90,8 +90,8 @@ def test_the_sampler():
     """Arguments by hand; the cache is written where it lies; temporaries smaller than the dequantized experts of one layer."""
     spec = reference.tiny_spec(layers=3, d_model=128, experts=64, d_expert=96)
     base, base_bytes = shapes(spec, T + C)
-    model, sampling = model_of(spec), Sampling(G, C, (1,), 0, temperature=0.7)
-    lay = engine.layout(engine.Engine(page=4), 1, P, T, sampling)
+    model, s = model_of(spec), Sampling(G, C, (1,), 0, temperature=0.7)
+    lay = engine.layout(engine.Engine(page=4), 1, P, T, s)
     pool, foretold = engine.cache_like(model, lay), engine.cache_bytes(model, lay)
     struct = jax.ShapeDtypeStruct
     i32 = functools.partial(struct, dtype=jnp.int32)
@@ -102,8 +102,8 @@ def test_the_sampler():
     rows = {name: i32((P, G)) for name in ("token", "drawn", "limit", "ids", "samples")} | {"live": struct((P, G), jnp.bool_)}
     tables = table(P, lay.prompt_pages), table(P, G, lay.own_pages)
     programs = (
-        (engine.prefill.lower(model, sampling, lay.budget, base, None, pool, chunk, (), i32(())), size(chunk)),
-        (engine.decode.lower(model, sampling, lay.steps, base, None, pool, rows, *tables, i32(()), i32(())), size((rows, tables)) + 4),
+        (engine.prefill.lower(model, s, lay.budget, base, None, pool, chunk, (), i32(())), size(chunk)),
+        (engine.decode.lower(model, s, lay.steps, base, None, pool, rows, *tables, i32(()), i32(())), size((rows, tables)) + 4),
     )
     for lowered, others in programs:
         memory = lowered.compile(compiler_options=SCALAR_CODE).memory_analysis()
@@ -113,6 +113,20 @@ def test_the_sampler():
     (layers,) = base.layers
     int4 = size([w.qvalue for w in (layers.gate, layers.up, layers.down)])
     assert int4 > base_bytes / 2  # so this was about experts
+
+
+@pytest.mark.parametrize("shards", (1, 4))
+def test_sampling_makes_no_copy_of_the_logits(shards):
+    """The logits are the one array of rows by vocabulary, on each device its own rows of them."""
+    n, v, mesh = 512, 2**15, meshes.make(shards, 1, 1)
+    s = Sampling(G, C, (1,), 0, temperature=0.7, top_k=50, top_p=0.9)
+    z = jax.ShapeDtypeStruct((n, v), jnp.float32, sharding=meshes.rows(mesh))
+    draw = lambda z, ids: sampling.sample(z, sampling.row_keys(0, ids, ids, ids), s, True, shards)
+    compiled = jax.jit(draw).lower(z, jax.ShapeDtypeStruct((n,), jnp.int32, sharding=meshes.rows(mesh))).compile()
+    text, here = compiled.as_text(), n // shards * v
+    assert max(count for dims, count in float_buffers(text).items() if not dims.endswith(f"{n // shards},{v}")) < here
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * here
+    assert "all-gather" not in text
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from quick import QUICK, quickly
 from test_model import EVEN, ODD, World
 
 from rl_adapter import evaluate, lora, rollout, scoring
 from rl_adapter import mesh as meshes
+from rl_adapter import sampling as sampling_
 from rl_adapter.engine import Engine
 from rl_adapter.sampling import MASKED, Sampling, row_keys, sample, truncate, uniform
 from rl_adapter.types import Numerics
@@ -228,6 +232,46 @@ def test_truncate_keeps_ties():
     assert kept(top_k=9, top_p=1.0) == [[1] * 5] * 3
     assert kept(top_k=0, top_p=0.7) == [[0, 1, 1, 1, 0], [1] * 5, [0, 0, 1, 0, 0]]
     assert kept(top_k=0, top_p=1e-6) == [[0, 1, 0, 0, 0], [1] * 5, [0, 0, 1, 0, 0]]
+
+
+LOGITS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -3e38, 3e38, -1e30, float("-inf")]) | st.floats(-20, 20, width=32)
+LOGITS = LOGITS.filter(lambda x: x == 0 or abs(x) > 1e-30)  # XLA takes what is nearer to 0 for 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hnp.arrays(f32, (3, 6), elements=LOGITS),
+    st.integers(0, 7),
+    st.sampled_from([1.0, 0.999, 0.5, 0.1, 1e-9]),
+)
+def test_truncate_against_a_sort(z, top_k, top_p):
+    """Of whatever floats, both zeros being one: the largest k, then the fewest that hold p."""
+    found = np.asarray(truncate(jnp.asarray(z), top_k, top_p))
+    for row, kept in zip(z, found):
+        if row.max() == -np.inf:  # no distribution
+            continue
+        there = row >= np.sort(row)[::-1][top_k - 1] if 0 < top_k < 6 else np.full(6, True)
+        e = np.exp(np.where(there, row, MASKED).astype(np.float64) - row.max())
+        p = np.round((e / e.sum()).astype(f32) * 2.0**24)
+        above = np.array([p[there & (row > x)].sum() for x in row])
+        sure = np.abs(above - top_p * 2**24) > 4  # of rounding
+        expected = there & (above < max(1, round(top_p * 2**24))) if top_p < 1 else there
+        np.testing.assert_array_equal((kept == row)[sure], (expected | (row == MASKED))[sure])
+        assert (kept[kept != row] == f32(MASKED)).all()
+
+
+@pytest.mark.parametrize("shards, temperature, top_p", ((1, 1.0, 1.0), (2, 0.7, 0.9), (4, 0.0, 1.0)))
+@pytest.mark.parametrize("at_once", (1, 50, 64, 170))
+def test_rows_are_drawn_some_at_a_time(shards, temperature, top_p, at_once, monkeypatch):
+    """To the same bits, also where the last part is a smaller one; a row that is no numbers stays its own."""
+    z, keys = jax.random.normal(jax.random.key(1), (20, 32)), jax.random.split(jax.random.key(2), 20)
+    z, s = z.at[3].set(jnp.nan).at[19].set(-jnp.inf), Sampling(1, 1, (), 0, temperature, 0, top_p)
+    draw = lambda: jax.device_get(jax.jit(lambda z, keys: sample(z, keys, s, True, shards))(z, keys))
+    whole = draw()
+    monkeypatch.setattr(sampling_, "AT_ONCE", at_once)
+    for one, other in zip(whole, draw()):
+        np.testing.assert_array_equal(one, other)
+    assert np.isnan(whole[3]).tolist() == [i in (3, 19) for i in range(20)]
 
 
 def test_uniform_and_keys():
