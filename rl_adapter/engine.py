@@ -122,9 +122,9 @@ def prefill(
     out = models.apply(model, base, adapter, packed.flat(tokens), packed.flat(positions), packed.used, attention)
     pool = cache.write(pool, out.keys, chunk["page"], chunk["slot"])
     last = jnp.take_along_axis(packed.spread(out.hidden), jnp.maximum(lengths - 1, 0)[:, None, None], 1)[:, 0]
-    z = jnp.repeat(models.logits(model, base, adapter, last), g_, 0)
+    z = models.logits(model, base, adapter, last)
     keys = sampling_.row_keys(seed, jnp.repeat(chunk["ids"], g_), chunk["samples"].reshape(-1), chunk["drawn"].reshape(-1))
-    drawn = [x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, model.numeric.exact, len(pool.k))]
+    drawn = sampling_.sample(z, keys.reshape(p_, g_), sampling, model.numeric.exact, len(pool.k))
     choices = packing.spread_choices(packed, out.choices).astype(jnp.int16)
     return pool, {"tokens": drawn[0], "logprobs": jnp.stack(drawn[1:], -1), "choices": choices}
 
@@ -172,7 +172,7 @@ def decode(
         z = models.logits(model, base, adapter, result.hidden.reshape(p_ * g_, -1))
         drawn = rows["drawn"] + step
         keys = sampling_.row_keys(seed, flat(rows["ids"]), flat(rows["samples"]), flat(drawn))
-        token, *logprobs = (x.reshape(p_, g_) for x in sampling_.sample(z, keys, sampling, numeric.exact, len(pool.k)))
+        token, *logprobs = (x.reshape(p_, g_) for x in sampling_.sample(z, keys[:, None], sampling, numeric.exact, len(pool.k)))
         new = {"tokens": token, "logprobs": jnp.stack(logprobs, -1), "choices": result.choices.astype(jnp.int16), "live": live}
         out = jax.tree.map(lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, step, 0), out, new)
         return step + 1, token, live & ~jnp.isin(token, stops) & (drawn + 1 < rows["limit"]), out, result.keys

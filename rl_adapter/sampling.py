@@ -85,27 +85,27 @@ def _largest(z: Array, weight: Array, limit: int) -> Array:
 
 @jax.named_scope("sample")
 def sample(z: Array, keys: Array, s: Sampling, exact: bool, shards: int = 1) -> tuple[Array, Array, Array, Array]:
-    """Draw a token from logits z [N, V] (Gumbel-max) with keys [N]: token, and its sampled, tempered and scored logprob, each [N].
+    """Draw tokens from logits z [N, V] (Gumbel-max), from each row as many as it has keys [N, G]: token, and its sampled, tempered and
+    scored logprob, each [N, G].
 
-    Some rows at a time, the same of each of `shards` that hold N / shards rows: else there were several arrays of z's size, and none of
+    Some rows at a time, the same of each of `shards` that hold N / shards rows: else there were several arrays of all logits, and none of
     them would fit into a cache (2 to 3 times as slow on CPU).
     """
-    n, v = z.shape
+    (n, v), g = z.shape, keys.shape[1]
     rows = n // shards
-    chunk = min(rows, max(1, AT_ONCE // v))
-    if chunk == rows:
-        return _sample(z, keys, s, exact)
-    z, keys = z.reshape(shards, rows, v), keys.reshape(shards, rows)
+    chunk = min(rows, max(1, AT_ONCE // (v * g)))
+    z, keys = z.reshape(shards, rows, v), keys.reshape(shards, rows, g)
+    zeros = jnp.zeros((shards, rows, g), jnp.int32), *(jnp.zeros((shards, rows, g)) for _ in range(3))
 
     def some(i, drawn):
         first = jnp.minimum(i * chunk, rows - chunk)  # the last ones may be drawn twice: the same
-        part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, chunk, 1).reshape(-1, *x.shape[2:])
-        new = _sample(part(z), part(keys), s, exact)
-        put = lambda whole, x: jax.lax.dynamic_update_slice_in_dim(whole, x.reshape(shards, chunk), first, 1)
+        part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, chunk, 1)
+        new = _sample(jnp.repeat(part(z).reshape(-1, v), g, 0), part(keys).reshape(-1), s, exact)
+        put = lambda whole, x: jax.lax.dynamic_update_slice_in_dim(whole, x.reshape(shards, chunk, g), first, 1)
         return jax.tree.map(put, drawn, new)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros((shards, rows), x.dtype), jax.eval_shape(lambda: _sample(z[0], keys[0], s, exact)))
-    return tuple(x.reshape(-1) for x in jax.lax.fori_loop(0, -(-rows // chunk), some, zeros))
+    drawn = some(0, zeros) if chunk == rows else jax.lax.fori_loop(0, -(-rows // chunk), some, zeros)
+    return tuple(x.reshape(n, g) for x in drawn)
 
 
 def _sample(z: Array, keys: Array, s: Sampling, exact: bool) -> tuple[Array, Array, Array, Array]:

@@ -121,7 +121,7 @@ def test_sampling_makes_no_copy_of_the_logits(shards):
     n, v, mesh = 512, 2**15, meshes.make(shards, 1, 1)
     s = Sampling(G, C, (1,), 0, temperature=0.7, top_k=50, top_p=0.9)
     z = jax.ShapeDtypeStruct((n, v), jnp.float32, sharding=meshes.rows(mesh))
-    draw = lambda z, ids: sampling.sample(z, sampling.row_keys(0, ids, ids, ids), s, True, shards)
+    draw = lambda z, ids: sampling.sample(z, sampling.row_keys(0, ids, ids, ids)[:, None], s, True, shards)
     compiled = jax.jit(draw).lower(z, jax.ShapeDtypeStruct((n,), jnp.int32, sharding=meshes.rows(mesh))).compile()
     text, here = compiled.as_text(), n // shards * v
     assert max(count for dims, count in float_buffers(text).items() if not dims.endswith(f"{n // shards},{v}")) < here
