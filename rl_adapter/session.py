@@ -107,7 +107,8 @@ def open_data(
     """What is left of a split, encoded; problems whose gold answer earns nothing are refused or dropped, as `reward.gold` says."""
     found, encoded = prompts.encode(tokenizer, config.data, read, lambda problem: episodes.variables(answering[problem.env]))
     length = rollout.bucket(max(map(len, encoded)), config.data.max_prompt_tokens)
-    sound, bad = hygiene.check_gold(rewards, found.problems, config.reward.gold)
+    with monitor.loading("checking gold answers") as progress:
+        sound, bad = hygiene.check_gold(rewards, found.problems, config.reward.gold, progress)
     if bad:
         good = {id(problem) for problem in sound}
         keep = [i for i, problem in enumerate(found.problems) if id(problem) in good]

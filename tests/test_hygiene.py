@@ -32,7 +32,9 @@ def test_problems_are_kept_where_gold_earns_one(answers):
     problems = [problem(a, prompt=str(i)) for i, a in enumerate(answers)]
     good = [p for p in problems if len(p.answer) < 200]
     if len(good) == len(problems):
-        assert hygiene.check_gold(rewards(), problems) == (problems, [])
+        told = []
+        assert hygiene.check_gold(rewards(), problems, progress=lambda *of: told.append(of)) == (problems, [])
+        assert told == [(i + 1, len(problems)) for i in range(len(problems))]
         return
     with pytest.raises(
         ValueError, match=f"^answer: found {len(problems) - len(good)} of {len(problems)} that do not earn 1.0 .*exact: earns 0"

@@ -1,7 +1,7 @@
 """Whether a reward can be trusted: gold answers must earn it, empty words must not, and a scorer that is not rewarded watches for drift."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 
 import numpy as np
@@ -26,7 +26,9 @@ def gold_completion(name: str, problem: Problem, mark: str) -> str | None:
     return f"{mark} {answer}" if name in ("exact", "math") and answer else None
 
 
-def check_gold(rewards: Rewards, problems: Sequence[Problem], policy: str = "refuse") -> tuple[list[Problem], list[tuple[Problem, str]]]:
+def check_gold(
+    rewards: Rewards, problems: Sequence[Problem], policy: str = "refuse", progress: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[list[Problem], list[tuple[Problem, str]]]:
     """The problems whose gold answer earns 1.0 from each scorer that has one, and the others with the reason.
 
     A scorer that finds no gold form of a problem is asked about an empty completion: one that cannot score that can score none, since what
@@ -37,6 +39,7 @@ def check_gold(rewards: Rewards, problems: Sequence[Problem], policy: str = "ref
       rewards: whose scorers are asked, also the one that is held out.
       problems: to check.
       policy: "refuse": the others are a ValueError that lists some; "drop": they are left out, but for none left, which is one too.
+      progress: is called with how many are done, of how many: a scorer may take long.
     """
 
     def trouble(problem):
@@ -51,7 +54,10 @@ def check_gold(rewards: Rewards, problems: Sequence[Problem], policy: str = "ref
         return ""
 
     with futures.ThreadPoolExecutor(rewards.section.workers) as threads:
-        found = list(threads.map(trouble, problems))
+        found = []
+        for reason in threads.map(trouble, problems):
+            found.append(reason)
+            progress(len(found), len(problems))
     kept = [problem for problem, reason in zip(problems, found) if not reason]
     dropped = [(problem, reason) for problem, reason in zip(problems, found) if reason]
     if dropped and (policy == "refuse" or not kept):
