@@ -14,7 +14,6 @@ from rl_adapter import config as config_lib
 def get_config() -> ConfigDict:
     c = config_lib.default().unlock()
     c.steps = 20
-    c.remat = False
     c.data.max_prompt_tokens = 16
     c.data.train_size = 900  # 300 of each kind
     c.data.eval_size = 450

@@ -84,6 +84,7 @@ class Checkpoints:
             item_handlers={"tree": ocp.StandardCheckpointHandler(), "cursor": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, save_root_metadata=False, enable_async_checkpointing=True),
         )
+        self._read_only = read_only
         self._check_identity(json.loads(json.dumps(identity)), override)
         # Written once something of it is there: a resume that fails leaves the checkpoints to the run that they are of.
         self._identity = None if read_only else json.dumps(identity, indent=1, sort_keys=True)
@@ -139,7 +140,8 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(cursor=ocp.args.JsonRestore())).cursor
 
     def latest(self) -> int | None:
-        """The last step that can be read in full, or None if there are no steps; damaged ones after it are set aside.
+        """The last step that can be read in full, or None if there are no steps; damaged ones after it are set aside (of a reader,
+        passed over).
 
         Raises:
           ValueError: there are steps, and none can be read. Starting over in silence would lose the run.
@@ -155,7 +157,10 @@ class Checkpoints:
                 continue
             self._checked.add(step)
             for bad, why in damaged.items():
-                self._set_aside(bad, why)
+                if self._read_only:
+                    logging.warning("checkpoint of step %d cannot be read: %s", bad, why)
+                else:
+                    self._set_aside(bad, why)
             return step
         if damaged:
             found = "; ".join(f"step {step}: {why}" for step, why in damaged.items())

@@ -35,7 +35,12 @@ OMITTABLE = (  # of samples.SCHEMA
     *("prompt_text", "messages", "answer", "metadata", "prompt_tokens", "completion_text", "completion_tokens", "drawn"),
     *("sampled_logprobs", "tempered_logprobs", "scored_logprobs", "adapter_versions", "parts", "failures"),
 )
-SPELT = {"prompt_text": ("prompt_tokens", "messages"), "completion_text": ("completion_tokens",)}  # what gives a text away
+SPELT = {  # what gives a text away, reasons of failures among it
+    "prompt_text": ("prompt_tokens", "messages", "failures"),
+    "completion_text": ("completion_tokens", "failures"),
+    "answer": ("metadata", "failures"),
+    "metadata": ("failures",),
+}
 VARIANTS = {"float": ("float", 16), "a16": ("exact", 16), "a8": ("exact", 8)}  # in quality.variants -> numerics, act_bits
 
 
@@ -194,7 +199,7 @@ def default() -> ConfigDict:
 
     o = c.optimizer = ConfigDict()
     o.learning_rate = 1e-3  # > 0; peak
-    o.warmup_steps = 0  # optimizer updates >= 0, at most steps * minibatches * epochs
+    o.warmup_steps = 0  # optimizer updates >= 0; of a shorter run, not all
     o.schedule = "constant"  # after the warm-up: 'constant' | 'linear' (to 0) | 'cosine' (to 0)
     o.weight_decay = 0.0  # >= 0; decoupled
     o.b1 = 0.9  # in [0, 1)

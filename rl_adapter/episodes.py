@@ -108,8 +108,14 @@ def setting(
         try:
             environments[problem.env].start(problem, 0)
         except ValueError as error:
-            raise ValueError(f"environment {problem.env!r}: prompt {problem.prompt[:60]!r}: {error}") from None
+            raise ValueError(f"{_where(problem)}: {error}") from None
+        except (Exception, SystemExit) as error:  # of a user's class
+            raise ValueError(f"{_where(problem)}: found {_reason(error)}, need a start") from error
     return found
+
+
+def _where(problem: Problem) -> str:
+    return f"environment {problem.env!r}: prompt {problem.prompt[:60]!r}"
 
 
 def _role(of: Setting, environment: Environment) -> str:
@@ -170,7 +176,7 @@ class Episodes:
             if not turn.messages or len(talk.texts) >= of.max_turns:
                 return None
             more = self._tokens(talk, new, turn.messages)
-        except Exception as error:  # whatever one sample provokes stays with that sample
+        except (Exception, SystemExit) as error:  # whatever one sample provokes stays with that sample
             talk.failure = _reason(error)
             return None
         talk.known += len(more)
@@ -197,7 +203,7 @@ class Episodes:
                 talk.conversation = chat.Conversation(
                     self.setting.tokenizer, opening, variables(talk.environment), ids, (False,) * len(ids)
                 )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             talk.failure = _reason(error)
         return talk
 

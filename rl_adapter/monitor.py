@@ -72,7 +72,7 @@ METRICS = {
     "moe/base_load": "the same without the adapter, on the same tokens",
     "moe/load_max_over_mean": "tokens of the busiest expert over the mean expert's, mean over layers",
     "moe/load_shift_from_base": "total-variation distance of expert loads with the adapter from those without, mean over layers",
-    "eval/accuracy": "held-out greedy accuracy, at the steps that evaluate",
+    "eval/accuracy": "held-out mean reward, greedy (accuracy, where right earns 1 and all else 0), at the steps that evaluate",
     "critic/error": "mean squared error of the critic's values",
     "critic/value": "their mean",
     "critic/explained": "share of the returns' variance that the critic foresaw",
@@ -167,20 +167,40 @@ def decode(value: Any) -> Any:
 def rows(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The steps logged so far, in order. A last line cut short by a kill is left out."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().split("\n") if path.exists() else []
-    return [decode(json.loads(line)) for line in lines[:-1]]  # a whole line ends in a newline, so the last part is "" or cut
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    # A whole line ends in a newline, so the last part is "" or cut.
+    return [_row(line, f"{path}: line {n}") for n, line in enumerate(lines[:-1], 1)]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    found = _json(line, where)
+    if type(found.get("step")) is not int:
+        raise ValueError(f"{where}: found no step, need one")
+    return decode(found)
+
+
+def _json(text: str, where: str | pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: found no JSON ({error}), need an object") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: found {text[:40]!r}, need a JSON object")
+    return found
 
 
 def summary(workdir: str | os.PathLike) -> dict[str, Any] | None:
     """summary.json of a finished run, or None."""
     path = pathlib.Path(workdir) / "summary.json"
-    return decode(json.loads(path.read_text())) if path.exists() else None
+    return decode(_json(path.read_text(errors="replace"), path)) if path.exists() else None
 
 
 def finished(workdir: str | os.PathLike, config: ConfigDict) -> bool:
     """Whether `workdir` holds a finished run of exactly this config."""
     path = pathlib.Path(workdir) / "config.json"
-    return summary(workdir) is not None and path.exists() and json.loads(path.read_text())["config"] == config_lib.plain(config)
+    if summary(workdir) is None or not path.exists():
+        return False
+    return _json(path.read_text(errors="replace"), path).get("config") == config_lib.plain(config)
 
 
 def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,6 +232,7 @@ class Monitor:
     ):
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in rows(workdir) if row["step"] < start]  # first of all: what cannot be read must not cost what can
         # Before config.json: a summary must never stand beside a config that it is not of.
         (self._workdir / "summary.json").unlink(missing_ok=True)
         device = jax.devices()[0]
@@ -225,8 +246,8 @@ class Monitor:
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "start_step": start,
         }
-        write_atomically(self._workdir / "config.json", json.dumps(encode({**about, **(extra or {})}), indent=1))
-        kept = [row for row in rows(workdir) if row["step"] < start]
+        # For the owner alone: what is not to be kept (samples.redact) may be spelt in it.
+        write_atomically(self._workdir / "config.json", json.dumps(encode({**about, **(extra or {})}), indent=1), private=True)
         path = self._workdir / "metrics.jsonl"
         write_atomically(path, "".join(json.dumps(encode(row)) + "\n" for row in kept))
         self._file = path.open("a")
@@ -252,11 +273,14 @@ class Monitor:
             if key != "step" and isinstance(value, int | float):
                 self._events.add_scalar(key, value, step)
         self._done = step + 1
-        left = (time.monotonic() - self._since) / (self._done - self._start) * max(self._steps - self._done, 0)
-        eta = f"ETA {datetime.timedelta(seconds=round(left))}"
+        # The first step compiles, and tells nothing of the others.
+        done, now = self._done - self._start - 1, time.monotonic()
+        self._since = self._since if done else now
+        left = (now - self._since) / done * max(self._steps - self._done, 0) if done else 0
+        eta = f"ETA {datetime.timedelta(seconds=round(left))}" if done else ""
         there = lambda key: isinstance(values.get(key), int | float) and (values[key] or key not in IF_ANY)
         shown = [f"{label} {values[key]:{fmt}}" for key, (label, fmt) in LINE.items() if there(key)]
-        self.note("  ".join([f"step {self._done}/{self._steps}", *shown] + ([] if self._console.is_terminal else [eta])))
+        self.note("  ".join([f"step {self._done}/{self._steps}", *shown] + ([eta] if eta and not self._console.is_terminal else [])))
         self._bar.update(self._task, completed=self._done, eta=eta)
 
     def note(self, text: str) -> None:

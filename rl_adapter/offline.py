@@ -39,10 +39,11 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         state = meshes.place(session.model.mesh, new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
-            batches.set_state(cursor["data"])
+            batches.set_state(runs.at(cursor, f"{workdir / 'checkpoints' / str(start)}", data=(dict,))["data"])
         trained = lora.count(state.adapter)
         with monitor.Monitor(workdir, config, base_digest=session.digest, start=start, extra=runs.about(session, trained)) as log:
             runs.begin(log, workdir, config, (train.report, held_out.report), trained, start)
+            log.note(runs.COMPILING)
             for step in range(start, config.steps):
                 began, compiled = time.monotonic(), runtime.compilations()
                 r = train.rollout(next(batches))

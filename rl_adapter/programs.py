@@ -67,7 +67,7 @@ def jit(function: Callable | None = None, *, static_argnames: tuple[str, ...] = 
 
 class _Jitted:
     def __init__(self, function: Callable, static: tuple[str, ...], donated: tuple[str, ...]):
-        self._jitted = jax.jit(function, static_argnames=static, donate_argnames=donated)
+        self._jitted = jax.jit(function, static_argnames=static, donate_argnames=donated, keep_unused=True)
         self._name, self._signature, self._static = f"{function.__module__}.{function.__qualname__}", inspect.signature(function), static
         self._programs: dict[Hashable, Callable] = {}
         self.lower = self._jitted.lower
@@ -75,8 +75,10 @@ class _Jitted:
     def __call__(self, *args, **kwargs):
         if _directory is None:
             return self._jitted(*args, **kwargs)
-        given = self._signature.bind(*args, **kwargs).arguments
-        static = {name: given.pop(name) for name in self._static if name in given}
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        static = {name: given.pop(name) for name in self._static}
         leaves, tree = jax.tree.flatten(given)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):  # within another program
             return self._jitted(*args, **kwargs)
@@ -96,8 +98,9 @@ class _Jitted:
         link, lowered = self._path("traced", made_from, _source()), None
         if (module := _text_of(link)) is None:
             lowered = self._jitted.lower(**static, **given)
-            # Of the program itself, which another source may give too.
-            module = _digest(lowered.as_text(), *map(str, arrays))
+            # Of the program itself, with what goes in and comes out, which another source may give too. (No argument is left out of its
+            # text, though none may read it: else which one that is would not be told.)
+            module = _digest(lowered.as_text(), str(lowered.out_tree), str(tree), *map(str, arrays))
             _save(link, module.encode())
         path = self._path("program", module)
         try:

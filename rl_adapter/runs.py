@@ -5,12 +5,15 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from rl_adapter import checkpoint, monitor, runtime, samples
 from rl_adapter.data.checks import Report
 from rl_adapter.files import write_atomically
+
+COMPILING = "the first step compiles its programs, which takes a minute or more, or loads those of an earlier run"
 
 
 def finished(config: ConfigDict, workdir: str | os.PathLike) -> dict | None:
@@ -27,11 +30,22 @@ def checkpoints(config: ConfigDict, workdir: pathlib.Path, identity: dict, overr
 
 
 def first_step(config: ConfigDict, workdir: pathlib.Path, saved: checkpoint.Checkpoints) -> int:
-    """Where a run goes on: the steps that its last checkpoint has done, or 0."""
+    """Where a run goes on: the steps that its last checkpoint has done, or 0. What else it goes on from can be read, or is named."""
+    monitor.rows(workdir)
     start = saved.latest() or 0
     if start > config.steps:
         raise ValueError(f"steps: found {config.steps}, need at least the {start} that the last checkpoint in {workdir} has done")
     return start
+
+
+def at(cursor: Any, where: str, **types: tuple[type, ...]) -> dict[str, Any]:
+    """A checkpoint's cursor, whose fields are of these types."""
+    for name, wanted in types.items():
+        found = cursor.get(name) if isinstance(cursor, dict) else None
+        if not isinstance(found, wanted):
+            need = " or ".join("nothing" if t is type(None) else t.__name__ for t in wanted)
+            raise ValueError(f"{where}: cursor.{name}: found {found!r:.60}, need {need}; an earlier checkpoint may have it")
+    return cursor
 
 
 def about(session, trained: int) -> dict:

@@ -125,17 +125,8 @@ def open_environments(config: ConfigDict, rewards: Rewards, problems: Sequence[P
     return environments.make_all({p.env for p in problems}, config.env.name, environments.Kit(tools, right, config.env.attempts))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ran:
-    returncode: int
-    stdout: str
-    stderr: str
-    reason: str
-
-
-def _run_python(bounds: sandbox.Limits, code: str) -> _Ran:
-    ran = sandbox.run([sys.executable, "-I", "main.py"], {"main.py": code.encode(errors="replace")}, limits=bounds)
-    return _Ran(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"), ran.reason)
+def _run_python(bounds: sandbox.Limits, code: str) -> sandbox.Result:
+    return sandbox.run([sys.executable, "-I", "main.py"], {"main.py": code.encode(errors="replace")}, limits=bounds)
 
 
 def open_talk(

@@ -44,6 +44,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
         state = meshes.place(session.model.mesh, evaluate.new_state(config, session))
         if start:
             state, cursor = saved.restore(start, state)
+            fields = {"data": (dict,), "examples": (int,), "base_accuracy": (float,), "samples": (str, type(None))}
+            cursor = runs.at(cursor, f"{workdir / 'checkpoints' / str(start)}", **fields)
             batches.set_state(cursor["data"])
         chain = {}  # the head of the samples' manifest, as checkpoints keep it
         # Also where no more are written: those that were stay what the audit says of them.
@@ -63,6 +65,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, override_identity: bool 
             log.note(session.rewards.describe(session.talk.talks))
             for warning in hygiene.run_probes(session.rewards, train_data.problems, config.seed):
                 log.note(f"warning: {warning}")
+            log.note(runs.COMPILING)
             behind = config.rollout.max_staleness
             gather = functools.partial(experience.gather, config, session, train_data, batches)
             upcoming = []  # the next step's experience, where it is sampled while the update runs
@@ -152,7 +155,7 @@ def sample_rows(session: sessions.Session, step: int, found: Experience) -> pa.T
 
 
 def evaluation(config, session, data, adapter, path: pathlib.Path | None) -> float:
-    """Greedy accuracy; `path` gets the completions."""
+    """Mean reward of greedy completions, their accuracy where it is 1 or 0; `path` gets them."""
     rewards, texts = evaluate.greedy(config, session, data, adapter)
     if path is not None:
         rows = [

@@ -82,6 +82,20 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
             assert jnp.all(checkpoints.restore(step, {"x": x})[0]["x"] == step)
 
 
+def test_a_reader_passes_over_what_is_damaged_and_moves_nothing(tmp_path):
+    with Checkpoints(tmp_path, {}, every=1, keep=2) as saved:
+        for step in (1, 2):
+            saved.save(step, {"x": np.arange(1000.0)}, {})
+        saved.wait()
+    for path in (tmp_path / "2" / "tree").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-50])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with Checkpoints(tmp_path, {}, every=0, keep=2, read_only=True) as reader:
+        assert reader.latest() == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_other_identity_is_refused_by_field_unless_overridden(tmp_path):
     directory(tmp_path)
     other = {"base_digest": "xyz", "config": {"seed": 0, "new": 1}, "packages": {"jax": "0.10.2"}}

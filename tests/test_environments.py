@@ -162,6 +162,16 @@ class Half:
         pass
 
 
+class Fails:
+    def __init__(self, kit):
+        raise RuntimeError("no")
+
+
+class Exits:
+    def __init__(self, kit):
+        raise SystemExit(3)
+
+
 def test_a_users_environment_by_import_path():
     made = environments.make_all(["", "guess", "test_environments:Mine"], "test_environments:Mine", RIGHT)
     assert sorted(made) == ["", "guess", "test_environments:Mine"]
@@ -173,6 +183,8 @@ def test_a_users_environment_by_import_path():
     ("name", "match"),
     [
         ("gues", "env.name: found 'gues', need one of '', 'tools', .* or an import path, module:name"),
+        ("test_environments:Fails", "env.name: found 'test_environments:Fails', which fails .RuntimeError: no., need one that takes a Kit"),
+        ("test_environments:Exits", "which fails .SystemExit: 3."),
         ("test_environments:Half", "env.name: found 'test_environments:Half' without tools, whole, start, reply"),
         ("test_environments:Nothing", "cannot be imported"),
         ("test_environments:", "need one of"),

@@ -256,10 +256,21 @@ def broken(*_):
     raise KeyError("broken")
 
 
+def leaves(*_):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(("begin", "reason"), [(broken, "KeyError: 'broken'"), (leaves, "SystemExit: 3")])
+def test_an_environment_that_never_begins_is_told_at_start(begin, reason):
+    with pytest.raises(ValueError, match=f"environment '': prompt 'two.': found {reason}, need a start"):
+        make(tokenizer(), Counting(begin=begin))
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         (broken, "KeyError: 'broken'"),
+        (leaves, "SystemExit: 3"),
         (lambda state: None, "AttributeError"),
         (lambda state: Turn([{"role": "user", "content": "on"}], reward=float("nan")), "ValueError: reward: found nan"),
         (lambda state: Turn([{"role": "user", "content": 3}]), "ValueError: content: found 3"),

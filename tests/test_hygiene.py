@@ -73,7 +73,7 @@ def test_each_scorer_checks_its_own_gold():
 def test_a_problem_that_no_scorer_can_score_is_told():
     """A misspelt answer is metadata; it may be missing where an environment rewards."""
     bare = problem("", anwser="27")
-    with pytest.raises(ValueError, match="answer: found 1 of 2 that do not earn 1.0 .*exact: ValueError: answer: found none"):
+    with pytest.raises(ValueError, match="found 1 of 2 that do not .*exact: ValueError: answer: found none.* metadata are 'anwser'"):
         hygiene.check_gold(rewards(), [problem("27"), bare])
     played = dataclasses.replace(bare, env="guess")
     assert hygiene.check_gold(rewards(), [played]) == ([played], [])

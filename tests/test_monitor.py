@@ -79,6 +79,7 @@ def test_one_readable_line_a_step(tmp_path, terminal):
         m.log(1, {"reward/mean": 0.0, "reward/failures": 1.0})
     text = console.file.getvalue()
     assert "step 1/3  reward 0.250  mismatch 0  s 1.50" in text and "ETA 0:00:" in text
+    assert text.count("step 1/3") == 1 and "ETA" not in text.split("step 2/3")[0], "the first step compiles"
     assert "step 2/3  reward 0.000  failures 100.0%" in text, "shown where there are any"
     assert terminal or "\x1b" not in text, "plain where there is no terminal"
 

@@ -124,6 +124,30 @@ def test_another_function_is_another_program(kept):
     np.testing.assert_array_equal(pair.a, given()[0].a)
 
 
+def test_programs_that_differ_in_what_they_read_or_give_are_told_apart(kept):
+    """Though their text is the same but for that, and shapes are too."""
+    x, y = jnp.float32([1, 2]), jnp.float32([3, 4])
+    for which in (1, 0):
+        one = programs.jit(lambda which, a, b: (a if which else b) + 1, static_argnames=("which",))
+        np.testing.assert_array_equal(one(which, x, y), (x if which else y) + 1)
+    outs = [(x, None), (x,), [x], Pair(x, x, 2), Pair(x, x, 3)]
+    for number, out in enumerate(outs):
+        give = programs.jit(lambda number, a: jax.tree.map(lambda _: a, outs[number]), static_argnames=("number",))
+        found = give(number, x)
+        assert jax.tree.structure(found) == jax.tree.structure(out)
+
+
+def test_static_arguments_have_names_and_defaults(kept):
+    scaled = programs.jit(scale_and_shift, static_argnames=("p", "q"))
+    x = jnp.float32(5)
+    for given, expected in (({"p": 2}, 11), ({"q": 2}, 7), ({}, 6), ({"p": 1, "q": 1}, 6), ({"p": 3, "q": 0}, 15)):
+        assert float(scaled(x, **given)) == expected
+
+
+def scale_and_shift(x, p=1, q=1):
+    return x * p + q
+
+
 def test_edited_source_is_traced_again_and_compiled_again_only_where_the_program_changed(kept, monkeypatch):
     jitted()(2.0, *given())
     files = {f.name: f.stat().st_ino for f in kept.iterdir()}  # another one where it was written again

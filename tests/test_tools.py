@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_adapter import config, config_check
+from rl_adapter import config, config_check, sandbox, session
 from rl_adapter.environments import retrieval, toolbox
 from rl_adapter.environments.calculator import calculator
 from rl_adapter.environments.calls import Call, Malformed
 from rl_adapter.environments.signatures import tool
 from rl_adapter.environments.tools import check, message, result
+from rl_adapter.rewards import score
 
 
 def mixed(
@@ -254,6 +255,16 @@ def test_python(ran, said):
     codes, names = [], ("stdout", "stderr", "returncode", "reason")
     made = {"python": tool(toolbox.interpreter(lambda code: codes.append(code) or types.SimpleNamespace(**dict(zip(names, ran)))))}
     assert result(made, check(made, Call("python", {"code": "print(12)"}))) == said and codes == ["print(12)"]
+
+
+@pytest.mark.skipif(all(map(sandbox.trouble, sandbox.KINDS)), reason="no sandbox works on this machine")
+def test_python_in_the_sandbox_that_a_run_gives_it():
+    c = config.override(config.default(), {"env.name": "tools", "env.tools": ("python",), "env.calls": "hermes"})
+    environment = session.open_environments(c, score.open_rewards(c), [])[""]
+    ask = lambda code: result(environment.tools, check(environment.tools, Call("python", {"code": code})))
+    assert ask("print(6 * 7, 'é')") == "42 é"
+    assert ask("import sys; print(1); sys.exit(3)") == "Error: exit code 3\n1"
+    assert "Error: " in ask("1/0") and "ZeroDivisionError" in ask("1/0")
 
 
 # Search

@@ -170,7 +170,8 @@ def test_a_run_goes_on_to_the_bits_of_the_uninterrupted_one(base, whole, tmp_pat
 
 def test_what_is_not_to_be_kept_is_in_no_file_of_a_run_that_stops_keeping(base, tmp_path):
     """Rules hold for all that a run writes of texts; and samples that it wrote before stay what the audit says of them."""
-    rules = {"samples.redact": (r"[0-9]+",), "samples.omit": ("answer",), "optimizer.warmup_steps": 9}  # longer than the run
+    rules = {"samples.redact": (r"[0-9]+",), "samples.omit": ("answer", "metadata", "failures")}
+    rules["optimizer.warmup_steps"] = 9  # longer than the run
     train.run(make_config(base, steps=2, **rules), tmp_path)
     train.run(make_config(base, steps=3, **rules, **{"samples.write": False}), tmp_path)
     assert audit.run(tmp_path)["files"] == 2 and len(monitor.rows(tmp_path)) == 3
@@ -179,6 +180,53 @@ def test_what_is_not_to_be_kept_is_in_no_file_of_a_run_that_stops_keeping(base, 
     for row in json.loads((tmp_path / "eval_adapter.json").read_text()):
         assert row.keys() == {"prompt_text", "completion_text", "kind", "reward"}
         assert not any(c.isdigit() for c in row["prompt_text"] + row["completion_text"]) and "[redacted]" in row["prompt_text"]
+
+
+def test_the_notebook_reads_a_run(whole, monkeypatch):
+    monkeypatch.setenv("RUN", str(whole[0]))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((config_lib.SHIPPED_BASE.parents[2] / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    shown = []
+    names = {"display": shown.append}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert len(shown) == 3 and len(names["both"]) == 8
+    names["plt"].close("all")
+
+
+DAMAGES = {  # of a file of the run: what it holds then, and what is said
+    "no JSON": ("metrics.jsonl", "{garbage\n", r"metrics.jsonl: line 1: found no JSON"),
+    "no step": ("metrics.jsonl", '{"a": 1}\n', r"metrics.jsonl: line 1: found no step"),
+    "no text": ("metrics.jsonl", b"\xff\n", r"metrics.jsonl: line 1: found no JSON"),
+    "no summary": ("summary.json", "{oops", r"summary.json: found no JSON"),
+    "no config": ("config.json", "[]", r"config.json: found '\[\]', need a JSON object"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_file_of_a_run_is_named_and_nothing_else_changes(base, whole, tmp_path, what):
+    name, text, message = DAMAGES[what]
+    shutil.copytree(whole[0], tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match=message):
+        train.run(make_config(base, steps=STEPS + (name == "metrics.jsonl")), tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("field, value", [("data", None), ("examples", "8"), ("base_accuracy", "hi"), ("samples", 3)])
+def test_a_damaged_cursor_is_named(base, whole, tmp_path, field, value, monkeypatch):
+    shutil.copytree(whole[0], tmp_path / "run")
+    restore = checkpoint.Checkpoints.restore
+    damaged = lambda self, *args: (lambda state, cursor: (state, cursor | {field: value}))(*restore(self, *args))
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", damaged)
+    with pytest.raises(ValueError, match=rf"checkpoints.{STEPS}: cursor.{field}: found {value!r}, need"):
+        train.run(make_config(base, steps=STEPS + 1), tmp_path / "run")
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
 def test_evaluation_finds_what_training_found(base, whole, capsys):

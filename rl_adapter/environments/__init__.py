@@ -68,7 +68,13 @@ def make(name: str, kit: Kit, field: str = "env.name") -> Environment:
     Raises:
         ValueError: there is no such class, or what it makes is no environment; names `field`.
     """
-    made = load(SHIPPED.get(name, name), field, SHIPPED)(kit)
+    kind = load(SHIPPED.get(name, name), field, SHIPPED)
+    try:
+        made = kind(kit)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # of a user's class
+        raise ValueError(f"{field}: found {name!r}, which fails ({type(error).__name__}: {error}), need one that takes a Kit") from error
     lacks = [part for part in ("tools", "whole", "start", "reply") if not hasattr(made, part)]
     if lacks:
         raise ValueError(f"{field}: found {name!r} without {', '.join(lacks)}, need a class that is an Environment")

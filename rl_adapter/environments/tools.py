@@ -64,7 +64,7 @@ def result(tools: Mapping[str, Tool], call: Call | Malformed) -> str:
     try:
         said = tools[call.name].function(**call.arguments)
         text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
-    except Exception as error:  # whatever a tool does, the run goes on
+    except (Exception, SystemExit) as error:  # whatever a tool does, the run goes on
         text = f"Error: {type(error).__name__}: {error}"
     return text[:LONGEST].encode("utf-8", "replace").decode()  # half a character is no text
 

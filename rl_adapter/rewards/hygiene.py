@@ -50,7 +50,8 @@ def check_gold(
                 continue
             value, failure = rewards.part(name, problem, text or "")
             if failure is not None or (text is not None and value != 1.0):
-                return f"{name}: {failure if failure is not None else f'earns {value:g}'}"
+                fields = "" if text else f" (of its fields, metadata are {', '.join(map(repr, problem.metadata)) or 'none'})"
+                return f"{name}: {failure if failure is not None else f'earns {value:g}'}{fields}"
         return ""
 
     with futures.ThreadPoolExecutor(rewards.section.workers) as threads:
