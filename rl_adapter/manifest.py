@@ -146,7 +146,8 @@ def rewind(directory: str | os.PathLike, step: int, run: Mapping[str, str], expe
         raw.append(_raw(entry, hashlib.sha256(raw[-1]).hexdigest() if raw else NOTHING))
     private_directory(directory)
     write_atomically(directory / NAME, b"".join(one + b"\n" for one in raw), private=True)
-    unknown = [path for path in directory.glob("*.parquet") if path.name not in there]
+    # The last one first, so that what a kill leaves of them follows on the manifest: the audit takes nothing else for a kill's.
+    unknown = sorted((path for path in directory.glob("*.parquet") if path.name not in there), reverse=True)
     for path in (*unknown, *directory.glob(TEMPORARY)):
         path.unlink()
 
