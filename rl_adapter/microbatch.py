@@ -14,6 +14,10 @@ import numpy as np
 from rl_adapter import mesh as meshes
 from rl_adapter.types import Array, PyTree, Rollout
 
+# Packed tokens of a microbatch on a row shard, about, where nobody says: with fewer, experts get tiles that are mostly empty (measured: of
+# the quickstart's updates a fifth of the time, with 2,880 tokens against 720).
+TOKENS = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -28,15 +32,20 @@ class Plan:
 def size(prompts: int, t: int, group: int, c: int, tokens: int) -> tuple[int, int]:
     """Packed tokens, and prompts, of a microbatch on one row shard that has so many `prompts`. Both come from shapes alone, so no batch
     compiles anew. The longest prompt with its group fits, and three times as many prompts as if all were the longest; where `tokens` are
-    asked for, memory is short, and it is twice as many: attention works on rows that are padded."""
+    asked for, memory is short, and it is twice as many: attention works on rows that are padded. Where none are, it is TOKENS or the longest
+    twice, in equal parts, so that a batch of the longest prompts leaves nothing empty."""
     longest = t + group * (c - 1)
-    room = min(max(longest, tokens or 2 * longest), prompts * longest)
+    if tokens:
+        room = min(max(longest, tokens), prompts * longest)
+    else:
+        parts = -(-prompts // max(2, TOKENS // longest))
+        room = -(-prompts // parts) * longest
     return room, min(prompts, -(-(2 if tokens else 3) * room // longest))
 
 
 def plan(r: Rollout, shards: int, tokens: int = 0) -> Plan:
-    """Distribute the prompts of a batch over microbatches of at most `tokens` tokens (0: twice the longest that a prompt with its group
-    could be, on each row shard), so that few slots stay empty.
+    """Distribute the prompts of a batch over microbatches of at most `tokens` tokens (0: as `size` says), so that few slots
+    stay empty.
 
     First-fit decreasing (Johnson 1973), each row shard for itself.
     """

@@ -63,7 +63,7 @@ def on_policy():
 
 @pytest.fixture(scope="module")
 def exact():
-    return updater(SMALL, A16)
+    return updater(SMALL, A16, 2 * 14)
 
 
 # One update
@@ -186,7 +186,7 @@ def test_microbatches_cannot_be_seen(on_policy):
     """One or more of them, of prompts whose completions differ in length: the same update to 1e-6, the same metrics."""
     mask, _ = masks(on_policy)
     assert len(set(mask.sum((1, 2)).tolist())) > 2
-    (state, metrics), *others = (updater(SMALLER, FLOAT, tokens)[0](on_policy) for tokens in (4 * 14, 0, 1))
+    (state, metrics), *others = (updater(SMALLER, FLOAT, tokens)[0](on_policy) for tokens in (4 * 14, 2 * 14, 1))
     assert [metrics["update/microbatches"]] + [m["update/microbatches"] for _, m in others] == [1, 2, 3]
     for other, other_metrics in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other.adapter, state.adapter)
@@ -234,12 +234,13 @@ def test_packed_scores_are_those_with_room_for_all_padding(on_policy):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_plan(seed):
+def test_plan(monkeypatch, seed):
     """Every prompt once, on its own shard; no microbatch above its size; first fit, so that no two could be one; and sizes that come from
     shapes alone."""
     rng = np.random.default_rng(seed)
     shards, here, t, g, c = rng.integers(1, 5), rng.integers(1, 9), *rng.integers(1, 20, 3)
     p, tokens = shards * here, int(rng.choice([0, 1, rng.integers(1, 2000)]))
+    monkeypatch.setattr(microbatch, "TOKENS", int(rng.integers(1, 2000)))
     like = Rollout(np.zeros((p, t), int), None, np.zeros((p, g, c), int), *(None,) * 8)
     random = lambda: like.replace(prompt_lengths=rng.integers(1, t + 1, p), lengths=rng.integers(1, c + 1, (p, g)))
     r = random()
@@ -257,19 +258,23 @@ def test_plan(seed):
                 if len(bins[later]):
                     assert len(batch) == rows.shape[2] or sums[i] + used[bins[later]].min() > found.size
     longest = t + g * (c - 1)
-    assert longest <= found.size <= max(longest, -(-tokens // shards) or 2 * longest)
+    assert longest <= found.size <= max(longest, -(-tokens // shards) or max(microbatch.TOKENS, 2 * longest))
     assert found.padding == pytest.approx(1 - used.sum() / (count * shards * found.size))
     other = microbatch.plan(random(), shards, tokens)
     assert (other.size, other.rows.shape[1]) == (found.size, found.rows.shape[1])
     assert (found.size, rows.shape[2]) == microbatch.size(here, t, g, c, -(-tokens // shards))
 
 
-def test_a_plan_of_full_rows():
-    """Where all are as long as can be, they go in one microbatch, in pairs, or each alone, without a slot left over."""
+def test_a_plan_of_full_rows(monkeypatch):
+    """Where all are as long as can be, they go in one microbatch, in equal parts, or each alone, without a slot left over."""
     r = Rollout(np.zeros((8, 6), int), np.full(8, 6), np.zeros((8, 2, 5), int), None, np.full((8, 2), 5), *(None,) * 6)
-    for shards, tokens, count in ((1, 8 * 14, 1), (1, 10**9, 1), (1, 0, 4), (1, 1, 8), (2, 0, 2), (4, 1, 2), (2, 4 * 14, 2), (8, 0, 1)):
+    for shards, tokens, count in ((1, 8 * 14, 1), (1, 10**9, 1), (1, 0, 1), (1, 1, 8), (2, 0, 1), (4, 1, 2), (2, 4 * 14, 2), (8, 0, 1)):
         found = microbatch.plan(r, shards, tokens)
         assert (found.count, found.padding) == (count, 0), (shards, tokens)
+    for at_most, shards, count in ((1, 1, 4), (2 * 14, 2, 2), (7 * 14, 1, 2), (5 * 14, 2, 1)):
+        monkeypatch.setattr(microbatch, "TOKENS", at_most)
+        found = microbatch.plan(r, shards)
+        assert (found.count, found.padding) == (count, 0), (at_most, shards)
 
 
 OPTIMIZER = dict(
