@@ -32,8 +32,8 @@ class Plan:
 def size(prompts: int, t: int, group: int, c: int, tokens: int) -> tuple[int, int]:
     """Packed tokens, and prompts, of a microbatch on one row shard that has so many `prompts`. Both come from shapes alone, so no batch
     compiles anew. The longest prompt with its group fits, and three times as many prompts as if all were the longest; where `tokens` are
-    asked for, memory is short, and it is twice as many: attention works on rows that are padded. Where none are, it is TOKENS or the longest
-    twice, in equal parts, so that a batch of the longest prompts leaves nothing empty."""
+    asked for, memory is short, and it is twice as many: attention works on rows that are padded. Where none are, it is TOKENS, or twice the
+    longest, in equal parts, so that a batch of the longest prompts leaves nothing empty."""
     longest = t + group * (c - 1)
     if tokens:
         room = min(max(longest, tokens), prompts * longest)
@@ -44,8 +44,8 @@ def size(prompts: int, t: int, group: int, c: int, tokens: int) -> tuple[int, in
 
 
 def plan(r: Rollout, shards: int, tokens: int = 0) -> Plan:
-    """Distribute the prompts of a batch over microbatches of at most `tokens` tokens (0: as `size` says), so that few slots
-    stay empty.
+    """Distribute the prompts of a batch over microbatches of at most `tokens` tokens (0: as `size` says), so that few slots stay
+    empty.
 
     First-fit decreasing (Johnson 1973), each row shard for itself.
     """
