@@ -208,7 +208,7 @@ def default() -> ConfigDict:
     o.max_grad_norm = 1.0  # > 0; global norm
     o.minibatches = 1  # parts >= 1 of a step's prompts, an update each
     o.epochs = 1  # passes >= 1 over a step's completions
-    o.microbatch_tokens = 0  # tokens of a forward and backward pass, about, of all devices; less is less memory; 0: some 8,192 a row shard
+    o.microbatch_tokens = 0  # tokens of a forward and backward pass, about, of all devices; less memory, same update; 0: 8,192 a row shard
 
     e = c.eval = ConfigDict()
     e.examples = 256  # held-out problems >= 1, at most data.eval_size where they are generated; greedy

@@ -33,7 +33,7 @@ def size(prompts: int, t: int, group: int, c: int, tokens: int) -> tuple[int, in
     """Packed tokens, and prompts, of a microbatch on one row shard that has so many `prompts`. Both come from shapes alone, so no batch
     compiles anew. The longest prompt with its group fits, and three times as many prompts as if all were the longest; where `tokens` are
     asked for, memory is short, and it is twice as many: attention works on rows that are padded. Where none are, it is TOKENS, or twice the
-    longest, in equal parts, so that a batch of the longest prompts leaves nothing empty."""
+    longest, in parts as equal as prompts allow, so that a batch of the longest leaves little empty."""
     longest = t + group * (c - 1)
     if tokens:
         room = min(max(longest, tokens), prompts * longest)
